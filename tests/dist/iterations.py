@@ -1,11 +1,12 @@
-"""Functions that run on the ranks of a pool: training iterations of two MoE layers."""
+"""Functions that run on the ranks of a pool: training steps of MoE layers that choose by turns.
+
+A rank notes what every exchange of its layers ran in, so that ranks can be compared.
+"""
 
 import contextlib
 import dataclasses
 import io
-import os
-import signal
-import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -24,241 +25,223 @@ from layers import (
     seeded_by_rank,
 )
 
+# Shape of a layer, number of a step, choice and whether the layer trained, of one exchange.
+Exchange = tuple[int, int, str, bool]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """How the layers are trained.
+    """How layers are trained.
 
-    `recompute` is "full", "selective" or "". Every `evaluates`-th iteration is followed by an
-    evaluation of more tokens, every `skips`-th one's step is skipped.
+    Two layers, each with an optimizer of its own; `shapes` of them: 1 or 2. `recompute` is "full",
+    "selective", "not reentrant" or "". Every `evaluates`-th step is followed by an evaluation of
+    more tokens, by the replicas `evaluating`. Replicas are the exchanges: replica r leaves the MoE
+    layers out in the steps `absent[r]`, and has `micro_batches[r]`. Rank r of the step s has
+    `tokens[(r + s) % len(tokens)]` tokens, or the case's.
     """
 
-    num_iterations: int
-    num_micro_batches: int = 1
+    num_steps: int
+    micro_batches: tuple[int, ...] = (1, 1)
+    shapes: int = 1
     recompute: str = ""
     evaluates: int = 0
-    skips: int = 0
+    evaluating: tuple[int, ...] = (0, 1)
+    absent: tuple[tuple[int, ...], ...] = ((), ())
+    tokens: tuple[int, ...] = ()
 
 
 class Model:
-    """Two layers that share an exchange, each with an optimizer of its own."""
+    """Layers of one or two shapes, and a dense weight that every step trains."""
 
-    def __init__(self, case: Case, dispatcher: str, training: Training) -> None:
-        from monta_megatron.integration import controller
+    def __init__(
+        self, case: Case, dispatcher: str, training: Training, is_first: bool = True
+    ) -> None:
+        from monta_megatron.integration import auto
 
         if training.recompute == "selective":
             config = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
             case = dataclasses.replace(case, config={**case.config, **config})
-        controller._shared.clear()
+        if is_first:
+            auto._shared.clear()
         options = {"moe_monta_chain": "auto"} | case.options
-        case = dataclasses.replace(case, options=options)
-        self.case, self.training = case, training
-        self.layers = [build_layer(case, dispatcher) for _ in range(2)]
-        for layer in self.layers:
-            layer.train()
+        self.case, self.training = dataclasses.replace(case, options=options), training
+        self.replica = dist.get_rank() // (case.ep * case.etp) % 2
+        self.cases = [self.case, self.case]
+        if training.shapes == 2:
+            self.cases[1] = dataclasses.replace(
+                self.case, num_local_experts=2 * case.num_local_experts
+            )
+        self.layers = [build_layer(each, dispatcher).train() for each in self.cases]
         self.optimizers = [
             torch.optim.SGD(layer.parameters(), lr=0.05, momentum=0.9) for layer in self.layers
         ]
-        self.ran: list[set[tuple[str, int]]] = []
+        self.exchanges: list[Exchange] = []
+        if dispatcher == "monta":
+            for number, layer in enumerate(self.layers):
+                self._note(number, layer.token_dispatcher)
 
     @property
-    def choices(self) -> Any:
-        """What both layers share."""
-        first, second = (layer.token_dispatcher.controller for layer in self.layers)
-        assert first is second
-        return first
+    def choosers(self) -> list[Any]:
+        """Of each layer."""
+        return [layer.token_dispatcher.chooser for layer in self.layers]
 
-    def forward(self, generator: torch.Generator, num_tokens: int) -> torch.Tensor:
+    def _note(self, number: int, dispatcher: Any) -> None:
+        bind, shape = dispatcher._bind, number % self.training.shapes
+
+        def noting(counts: Any) -> None:
+            step = getattr(dispatcher.chooser, "step", 0)
+            bind(counts)
+            is_training = dispatcher.moe_layer().training
+            self.exchanges.append((shape, step, dispatcher.choice.name, is_training))
+
+        dispatcher._bind = noting
+
+    def forward(self, generator: torch.Generator, num_tokens: int, with_moe: bool) -> torch.Tensor:
         from megatron.core.tensor_parallel import checkpoint
+        from torch.utils.checkpoint import checkpoint as not_reentrant
 
         hidden = torch.randn(num_tokens, 1, HIDDEN, generator=generator).to("cuda")
         hidden.requires_grad_()
-        for layer in self.layers:
-            force(layer.router, forced_routing(self.case, num_tokens, generator))
+        for case, layer in zip(self.cases, self.layers, strict=True):
+            if not with_moe:
+                continue
+            force(layer.router, forced_routing(case, num_tokens, generator))
 
             def run(rows: torch.Tensor, layer: Any = layer) -> torch.Tensor:
                 return rows + layer(rows)[0]
 
-            full = self.training.recompute == "full" and torch.is_grad_enabled()
-            hidden = checkpoint(run, False, hidden) if full else run(hidden)
-            dispatcher = layer.token_dispatcher
-            if self.ran and hasattr(dispatcher, "num_chunks"):
-                self.ran[-1].add((dispatcher.chain.name, dispatcher.num_chunks))
+            way = self.training.recompute if torch.is_grad_enabled() else ""
+            if way == "full":
+                hidden = checkpoint(run, False, hidden)
+            elif way == "not reentrant":
+                hidden = not_reentrant(run, hidden, use_reentrant=False)
+            else:
+                hidden = run(hidden)
         return hidden.square().mean()
 
-    def iterate(self, number: int, num_tokens: int | None = None) -> list[float]:
-        """An iteration; the losses of its micro-batches and of the evaluation after it."""
-        training = self.training
+    def step(self, number: int) -> list[float]:
+        """A step; the losses of its micro-batches and of the evaluation after it."""
+        training, replica, losses = self.training, self.replica, []
         generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
-        self.ran.append(set())
-        losses = []
-        for _ in range(training.num_micro_batches):
-            loss = self.forward(generator, num_tokens or self.case.num_tokens)
+        num_tokens = self.case.num_tokens
+        if training.tokens:
+            num_tokens = training.tokens[(dist.get_rank() + number) % len(training.tokens)]
+        with_moe = number not in training.absent[replica]
+        for _ in range(training.micro_batches[replica]):
+            loss = self.forward(generator, num_tokens, with_moe)
             loss.backward()
             losses.append(loss.item())
-        if not (training.skips and (number + 1) % training.skips == 0):
-            for optimizer in self.optimizers:
-                optimizer.step()
         for optimizer in self.optimizers:
+            optimizer.step()
             optimizer.zero_grad()
-        if training.evaluates and (number + 1) % training.evaluates == 0:
+        evaluates = training.evaluates and (number + 1) % training.evaluates == 0
+        if evaluates and replica in training.evaluating:
             for layer in self.layers:
                 layer.eval()
             with torch.no_grad():
-                losses.append(self.forward(generator, 4 * self.case.num_tokens).item())
+                losses.append(self.forward(generator, 4 * num_tokens, True).item())
             for layer in self.layers:
                 layer.train()
         return losses
 
 
-def train(
-    case: Case, dispatcher: str, training: Training
-) -> tuple[list[list[float]], list[list[tuple[str, int]]]]:
-    """The losses of each iteration, and what ran in it."""
-    model = Model(case, dispatcher, training)
-    losses = [model.iterate(number) for number in range(training.num_iterations)]
-    return losses, [sorted(ran) for ran in model.ran]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a rank has seen of a training."""
+
+    losses: list[list[float]]
+    exchanges: list[Exchange]
+    said: list[str]
 
 
-def numbers_of_iterations(case: Case, training: Training) -> list[int]:
-    """The number of the decision after each iteration."""
-    model = Model(case, "monta", training)
-    numbers = []
-    for number in range(training.num_iterations):
-        model.iterate(number)
-        numbers.append(model.choices.decision.number)
-    return numbers
-
-
-def numbers_of_timed_passes(case: Case, training: Training) -> list[int]:
-    """How many passes were timed in each iteration that was."""
-    from monta_megatron.exchange.pass_times import PassTimes
-
-    model, collect = Model(case, "monta", training), PassTimes.collect
-    numbers = []
-
-    def counting(times: PassTimes) -> Any:
-        passes = collect(times)
-        numbers.append(len(passes))
-        return passes
-
-    with mock.patch.object(PassTimes, "collect", counting):
-        for number in range(training.num_iterations):
-            model.iterate(number)
-    return [number for number in numbers if number]
-
-
-def tuned(case: Case, training: Training) -> dict[str, Any]:
-    """What a rank says, and what the tuning has found."""
+def train(case: Case, dispatcher: str, training: Training) -> Trained:
+    """Train; nothing is averaged over replicas, so that none waits for another."""
     from monta_megatron.integration import ranks
 
     ranks._reported.clear()
-    model = Model(case, "monta", training)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        for number in range(training.num_iterations):
-            model.iterate(number)
-    tuning = model.choices.decision.tuning
-    return {
-        "said": said.getvalue().splitlines(),
-        "steps": [step.candidate for step in tuning.steps],
-        "settled_us": tuning.settled_us,
-        "winner": tuning.candidates[tuning.winner].key,
-        "ran": [sorted(ran) for ran in model.ran],
-    }
+        model = Model(case, dispatcher, training)
+        losses = [model.step(number) for number in range(training.num_steps)]
+    return Trained(
+        losses=losses, exchanges=model.exchanges, said=said.getvalue().strip().splitlines()
+    )
 
 
-def checked_in_each_use(case: Case, training: Training) -> tuple[list[int], bool]:
-    """Chains that are checked in each forward pass of a layer.
+@contextlib.contextmanager
+def clock_of(us_of_choice: dict[str, float], model: Model) -> Iterator[None]:
+    """Let an iteration take what its choice takes, and no time otherwise."""
+    from monta_megatron.integration import auto
+
+    def ticks(*_: Any) -> int:
+        name = model.exchanges[-1][2]
+        return round(us_of_choice.get(name, 1000.0) / auto.TICK_US)
+
+    with mock.patch.object(auto, "_ticks_between", ticks):
+        yield
+
+
+def turns(
+    case: Case, training: Training, us_of_choice: dict[str, float]
+) -> tuple[list[str], list[str], list[int]]:
+    """A training in which each choice takes a given time.
 
     Returns:
-        numbers of chains; whether all candidates are among those of the first pass.
+        what ran in each step; what a rank said; the first step of each window.
     """
-    from monta_megatron.integration import checks
+    from monta_megatron.integration import ranks
 
-    check, numbers, of_first = checks.check_chains, [], set[tuple[str, int]]()
-
-    def counting(*args: Any) -> None:
-        before = len(checks._checked_chains)
-        check(*args)
-        numbers.append(len(checks._checked_chains) - before)
-        if before == 0:
-            of_first.update((name, chunks) for _, _, name, chunks in checks._checked_chains)
-
-    checks._checked_chains.clear()
-    model = Model(case, "monta", training)
-    with mock.patch.object(checks, "check_chains", counting):
-        for number in range(training.num_iterations):
-            model.iterate(number)
-    candidates = model.choices.decision.tuning.candidates
-    return numbers, {candidate.key for candidate in candidates} <= of_first
+    ranks._reported.clear()
+    windows = []
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        model = Model(case, "monta", training)
+        with clock_of(us_of_choice, model):
+            for number in range(training.num_steps):
+                model.step(number)
+                windows.append(model.choosers[0].window.first)
+    ran = dict[int, str]()
+    for _, step, name, is_training in model.exchanges:
+        if is_training:
+            assert ran.setdefault(step, name) == name
+    return list(ran.values()), said.getvalue().splitlines(), sorted(set(windows))
 
 
-def end_more_often(case: Case, rank: int) -> None:
-    """One rank counts an iteration that the others do not."""
-    model = Model(case, "monta", Training(num_iterations=3))
-    model.iterate(0)
+def step_alone(case: Case, rank: int) -> None:
+    """One rank's optimizer makes a step that those of the others do not."""
+    model = Model(case, "monta", Training(num_steps=3))
+    model.step(0)
     if dist.get_rank() == rank:
-        model.choices._numbers_of_tokens.add(1)
-        model.choices.end_iteration()
-    model.iterate(1)
+        model.optimizers[0].step()
+    model.step(1)
 
 
-def die_in_gathering(victim: int) -> tuple[str, float]:
-    """One rank is killed before it sends its figures; what the others say, and when."""
-    from monta_megatron.exchange.counts import Gathering
-    from monta_megatron.exchange.errors import ExchangeError
-
-    gathering = Gathering(dist.group.WORLD, "between iterations: exchange of traffic")
-    gathering.start([dist.get_rank(), 7], torch.device("cpu"), torch.cuda.Stream())
-    table = gathering.finish()
-    assert table.tolist() == [[rank, 7] for rank in range(dist.get_world_size())]
-    if dist.get_rank() == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    try:
-        gathering.start([1], torch.device("cpu"), torch.cuda.Stream())
-        gathering.finish()
-    except ExchangeError as error:
-        dist.destroy_process_group()
-        return str(error), time.monotonic() - begin
-    return "", time.monotonic() - begin
-
-
-def compare_changing_tokens(case: Case, tokens: list[int]) -> list[tuple[str, str, bool]]:
-    """Iterations of so many tokens a rank, against stock.
-
-    Returns:
-        for each the chain, where the counts were waited for, and whether rows entered again.
-    """
-    from monta_megatron.integration.strategies import STRATEGIES
-
-    training = Training(num_iterations=len(tokens))
-    stock, ours = Model(case, "alltoall", training), Model(case, "monta", training)
-    dispatcher = ours.layers[0].token_dispatcher
+def compare_changing_tokens(case: Case, tokens: list[int]) -> list[tuple[str, str]]:
+    """Steps of so many tokens a rank, against stock; what ran, and where counts were waited for."""
+    training = Training(num_steps=len(tokens))
+    models = []
+    for dispatcher in ("alltoall", "monta"):
+        models.append(Model(case, dispatcher, training))
     seen = []
     for number, num_tokens in enumerate(tokens):
-        with contextlib.ExitStack() as stack:
-            entered = [
-                stack.enter_context(mock.patch.object(each, "enter", wraps=each.enter))
-                for each in STRATEGIES.values()
-            ]
-            assert ours.iterate(number, num_tokens) == stock.iterate(number, num_tokens)
-        entered_again = sum(each.call_count for each in entered) > len(ours.layers)
-        seen.append((dispatcher.chain.name, dispatcher.cuda_sync_point, entered_again))
+        for model in models:
+            model.training = dataclasses.replace(training, tokens=(num_tokens,))
+        stock, ours = (model.step(number) for model in models)
+        assert ours == stock
+        dispatcher = models[1].layers[0].token_dispatcher
+        seen.append((dispatcher.choice.chain, dispatcher.cuda_sync_point))
     return seen
 
 
-def replay_between_decisions(case: Case, num_iterations: int) -> list[tuple[int, str, int]]:
-    """Iterations of a layer whose preprocess is replayed: its Python ran once, when captured.
+def replay_between_steps(case: Case, num_steps: int) -> list[str]:
+    """Steps of a layer whose preprocess is replayed: its Python ran once, when captured.
 
     A replay brings back what was counted, by the attributes that Megatron lists.
 
     Returns:
-        after each iteration its number, and the chain and number of chunks that ran.
+        what ran in each step.
     """
-    from monta_megatron.integration import controller
+    from monta_megatron.integration import auto
 
-    controller._shared.clear()
+    auto._shared.clear()
     with capturing_preprocess():
         dispatcher = build_layer(case, "monta").token_dispatcher
     hidden, routing_map = make_batch(case, seeded_by_rank())
@@ -275,7 +258,7 @@ def replay_between_decisions(case: Case, num_iterations: int) -> list[tuple[int,
         if isinstance(value := getattr(dispatcher, name, None), torch.Tensor)
     }
     seen = []
-    for _ in range(num_iterations):
+    for _ in range(num_steps):
         for name, value in attributes.items():
             setattr(dispatcher, name, value.clone())
         rows, row_probs = (each.detach().clone() for each in captured)
@@ -286,6 +269,21 @@ def replay_between_decisions(case: Case, num_iterations: int) -> list[tuple[int,
         output.sum().backward()
         assert_equal(output.detach(), expected, "the replayed batch")
         optimizer.step()
-        number = dispatcher.controller.decision.number
-        seen.append((number, dispatcher.chain.name, dispatcher.num_chunks))
+        seen.append(dispatcher.choice.name)
     return seen
+
+
+def two_models(case: Case, num_steps: int) -> list[Exchange]:
+    """A student and a teacher that only evaluates, of one shape on one exchange."""
+    training = Training(num_steps=num_steps)
+    student = Model(case, "monta", training)
+    teacher = Model(case, "monta", training, is_first=False)
+    assert teacher.choosers[0] is student.choosers[0]
+    for layer in teacher.layers:
+        layer.eval()
+    for number in range(num_steps):
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            teacher.forward(generator, case.num_tokens, True)
+        student.step(number)
+    return teacher.exchanges + student.exchanges

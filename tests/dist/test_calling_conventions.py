@@ -13,7 +13,7 @@ from conventions import Call, follows_the_map, pads_for_quantization, pads_to_ca
 from layers import Case, replay_cuda_graph_attributes
 from pool import Pools
 
-from monta_megatron.integration.strategies import STRATEGIES
+from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 
 # (tp, ep, etp) and how many dispatchers run there: stock's, and a chain each.
 LAYOUTS = {
@@ -80,11 +80,12 @@ def test_router_padding(pools: Pools, layout: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("routing", ["fewer", "none", "more", "mixed", "unrouted"])
 def test_maps_without_topk_experts(pools: Pools, routing: str) -> None:
-    """As it is, and where a framework has patched stock for such maps."""
+    """As it is, where no token has more; and where a framework has patched stock for such maps."""
+    holds_more = routing in ("more", "mixed")
     for tp, ep, etp in ((1, 4, 1), (2, 2, 2)):
         case = Case(tp=tp, ep=ep, etp=etp, topk=2, routing=routing)
-        pools[4].run(follows_the_map, case, 2, False)
-    if routing in ("mixed", "unrouted"):
+        pools[4].run(follows_the_map, case, 2, holds_more)
+    if routing == "unrouted":
         pools[4].run(follows_the_map, case, 2, True)
 
 
@@ -103,35 +104,25 @@ def test_a_captured_permutation_has_fewer(pools: Pools, chain: str) -> None:
         pools[4].run(replay_cuda_graph_attributes, Case(routing=routing, options=options), 1)
 
 
-@pytest.mark.parametrize(
-    ("fused", "tokens", "setting"),
-    [
-        (True, torch.zeros(12, 8), "moe_permute_fusion: given"),
-        (False, None, "overlap_moe_expert_parallel_comm, or moe_preprocess in cuda_graph_modules"),
-    ],
-)
-def test_a_map_with_more_is_refused_where_it_is_permuted_once(
-    fused: bool, tokens: torch.Tensor | None, setting: str
-) -> None:
-    dispatcher = SimpleNamespace(
-        num_out_tokens=26, config=SimpleNamespace(moe_permute_fusion=fused)
+def permuted(fused: bool, num_out_tokens: int) -> SimpleNamespace:
+    """A dispatcher in the middle of a micro-batch of 12 tokens, of which 24 rows were permuted."""
+    return SimpleNamespace(
+        num_out_tokens=num_out_tokens,
+        config=SimpleNamespace(moe_permute_fusion=fused),
+        reversed_local_input_permutation_mapping=torch.zeros(12, 9),
     )
-    with pytest.raises(ValueError, match=setting) as error:
-        STRATEGIES["permuted tokens"].as_counted(
-            dispatcher, torch.zeros(24, 8), torch.zeros(24), tokens
-        )
-    assert "got 26 token-expert pairs, of which 24 were permuted" in str(error.value)
+
+
+def test_a_map_with_more_experts_than_were_permuted() -> None:
+    with pytest.raises(
+        ValueError, match="routing_map: holds 26 token-expert pairs, must hold at most"
+    ):
+        MontaTokenDispatcher._as_counted(permuted(False, 26), torch.zeros(24, 8), torch.zeros(24))
 
 
 def test_a_fused_permutation_keeps_its_mapping() -> None:
     """Transformer Engine's has a row for each token, whatever was permuted."""
-    dispatcher = SimpleNamespace(
-        num_out_tokens=20,
-        config=SimpleNamespace(moe_permute_fusion=True),
-        reversed_local_input_permutation_mapping=torch.zeros(12, 9),
-    )
-    rows, probs = STRATEGIES["permuted tokens"].as_counted(
-        dispatcher, torch.zeros(24, 8), torch.zeros(24), None
-    )
+    dispatcher = permuted(True, 20)
+    rows, probs = MontaTokenDispatcher._as_counted(dispatcher, torch.zeros(24, 8), torch.zeros(24))
     assert (len(rows), len(probs)) == (20, 20)
     assert len(dispatcher.reversed_local_input_permutation_mapping) == 12

@@ -1,65 +1,87 @@
-"""What runs is decided once per training iteration, by all ranks alike; losses do not notice."""
+"""What runs is chosen once per step, by all ranks of an exchange alike; losses do not notice."""
 
 from dataclasses import replace
 
 import pytest
 from iterations import (
+    Trained,
     Training,
-    checked_in_each_use,
     compare_changing_tokens,
-    die_in_gathering,
-    end_more_often,
-    numbers_of_iterations,
-    numbers_of_timed_passes,
-    replay_between_decisions,
+    replay_between_steps,
+    step_alone,
     train,
-    tuned,
+    turns,
+    two_models,
 )
 from layers import Case, error_of, refusal_of
-from pool import Pool, Pools
+from pool import Pools
 from test_auto import AUTO
 
-STEPS = 12
+STEPS = 9
 TUNED = AUTO | {"moe_monta_tune_steps": STEPS}
 # With two terms in a sum every chain gives the same bits.
 CASE = Case(tp=2, topk=2, options=TUNED)
+# Two exchanges of two ranks, each rank a node.
+REPLICAS = Case(ep=2, topk=2, options=TUNED | {"moe_monta_ranks_per_node": 1})
+LONG = STEPS + 4
+TRAININGS = {
+    "plain": Training(num_steps=LONG),
+    "selective": Training(num_steps=LONG, recompute="selective", micro_batches=(2, 2)),
+    "full": Training(num_steps=LONG, recompute="full", evaluates=3),
+    "not_reentrant": Training(num_steps=LONG, recompute="not reentrant", tokens=(8, 3, 16, 5)),
+    "accumulation": Training(num_steps=LONG, micro_batches=(3, 3), evaluates=2),
+    "changing_tokens": Training(num_steps=LONG, tokens=(40, 7, 0, 90, 2), evaluates=4),
+    "two_shapes": Training(num_steps=2 * LONG + 4, shapes=2, recompute="full"),
+    "replica_without_micro_batch": Training(num_steps=LONG, absent=((0, 3, 4, 13), (5, 14))),
+    "replica_evaluates_alone": Training(num_steps=LONG, evaluates=2, evaluating=(1,)),
+    "other_numbers_of_micro_batches": Training(num_steps=LONG, micro_batches=(1, 3)),
+}
 
 
-@pytest.mark.parametrize(
-    "training",
-    [
-        Training(num_iterations=STEPS + 5),
-        Training(num_iterations=STEPS + 5, recompute="selective", num_micro_batches=2),
-        Training(num_iterations=STEPS + 5, recompute="full", evaluates=3),
-        Training(num_iterations=STEPS + 5, num_micro_batches=2, evaluates=2, skips=5),
-    ],
-    ids=["plain", "selective", "full", "accumulation"],
-)
-def test_losses_while_tuning_are_those_of_a_fixed_chain(pools: Pools, training: Training) -> None:
-    fixed = {"moe_monta_chain": "alltoall_allgather", "moe_monta_ranks_per_node": 2}
-    ours = pools[4].run(train, CASE, "monta", training)
-    stock = pools[4].run(train, replace(CASE, options=fixed), "monta", training)
-    assert [losses for losses, _ in ours] == [losses for losses, _ in stock]
-    ran = ours[0][1]
-    assert all(by_rank == ran for _, by_rank in ours)
-    # One choice in an iteration, its evaluation apart, which has more tokens.
-    assert all(len(each) == 1 for each in ran) or training.evaluates
-    assert len({key for each in ran for key in each}) >= 3
-    assert ("alltoall", 1) in {key for each in ran for key in each}
+def check_choices(found: list[Trained], exchange_size: int) -> None:
+    """One choice in a step, on all ranks of an exchange, and the same slot on all exchanges."""
+    slots: dict[tuple[int, int], str] = {}
+    for rank, one in enumerate(found):
+        assert one.exchanges == found[rank - rank % exchange_size].exchanges
+        of_step: dict[tuple[int, int], str] = {}
+        for shape, step, choice, is_training in one.exchanges:
+            assert of_step.setdefault((shape, step), choice) == choice or not is_training
+            if is_training and shape == 0 and step < STEPS:
+                assert slots.setdefault((shape, step), choice) == choice, "not in phase"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_losses_while_taking_turns_are_those_of_a_fixed_chain(pools: Pools, name: str) -> None:
+    training = TRAININGS[name]
+    case, size = (REPLICAS, 2) if "replica" in name or "other" in name else (CASE, 4)
+    ours = pools[4].run(train, case, "monta", training)
+    check_choices(ours, size)
+    fixed = {"moe_monta_chain": "alltoall_allgather"}
+    fixed["moe_monta_ranks_per_node"] = case.options["moe_monta_ranks_per_node"]
+    theirs = pools[4].run(train, replace(case, options=fixed), "monta", training)
+    for mine, other in zip(ours, theirs, strict=True):
+        # As text: without tokens they are NaN.
+        assert str(mine.losses) == str(other.losses)
+        assert not mine.said or "alltoall in 1 chunk" in "".join(mine.said)
+    for size_of_exchange in range(0, 4, size):
+        wins = [line for line in ours[size_of_exchange].said if " wins with " in line]
+        assert len(wins) == training.shapes, ours[size_of_exchange].said
+        assert "pin it with --moe-monta-chain " in wins[0]
 
 
 @pytest.mark.parametrize("routing", ["none", "rank1_unrouted", "unrouted", "no_tokens"])
-def test_tokens_without_experts_are_tuned(pools: Pools, routing: str) -> None:
+def test_tokens_without_experts_take_turns(pools: Pools, routing: str) -> None:
     """On one rank or on all, in the first micro-batch and in later ones."""
     case = Case(tp=2, topk=2, routing=routing.replace("no_tokens", "uniform"))
     if routing == "no_tokens":
         case = replace(case, num_tokens=0)
-    training = Training(num_iterations=STEPS + 2, num_micro_batches=2)
+    training = Training(num_steps=STEPS + 2, micro_batches=(2, 2))
     named = {"moe_monta_chain": "hierarchical_alltoall", "moe_monta_ranks_per_node": 2}
-    (ours, theirs) = (
+    ours, theirs = (
         [
-            losses
-            for losses, _ in pools[4].run(train, replace(case, options=options), "monta", training)
+            each.losses
+            for each in pools[4].run(train, replace(case, options=options), "monta", training)
         ]
         for options in (TUNED, named)
     )
@@ -67,103 +89,54 @@ def test_tokens_without_experts_are_tuned(pools: Pools, routing: str) -> None:
     assert str(ours) == str(theirs)
 
 
-def test_candidates_are_checked_before_the_tuning(pools: Pools) -> None:
-    """In the first pass, of two layers and two micro-batches."""
-    training = Training(num_iterations=5, num_micro_batches=2)
-    found = pools[4].run(checked_in_each_use, CASE, training)
-    assert all(each == found[0] for each in found)
-    (first, *later), is_complete = found[0]
-    assert is_complete and first > 3 and later == [0] * (4 * 5 - 1)
+def test_the_winner_runs_from_the_third_step_after_the_turns(pools: Pools) -> None:
+    """24 steps; the best so far runs in two, since the times of the last steps are on their way."""
+    case = replace(CASE, options=AUTO | {"moe_monta_tune_steps": 24})
+    names = pools[4].run(turns, case, Training(num_steps=9), {})[0][0]
+    # The slowest before, the last slot is the fastest by far, but all its turns but the last are
+    # slow ones: only step 23 tells.
+    slots = names[:8]
+    assert slots[0] == "alltoall in 1 chunk" and slots[8:] == [] and names[8] == slots[0]
+    us = {name: 1000.0 + 10 * number for number, name in enumerate(slots)}
+    us[slots[3]] = 800.0
+    for ran, said, windows in pools[4].run(turns, case, Training(num_steps=40), us):
+        assert ran[:24] == slots * 3 and ran[24:] == [slots[3]] * 16
+        assert windows == [0]
+        assert not said or sum("wins with 0.80 ms per iteration" in line for line in said) == 1
 
 
-def test_sums_in_another_order_stay_within_their_bound(pools: Pools) -> None:
-    """Three terms: a last bit may differ, and no token chooses another expert here."""
-    training = Training(num_iterations=STEPS + 3)
-    case = Case(ep=4, topk=3, options=TUNED)
-    fixed = {"moe_monta_chain": "alltoall", "moe_monta_ranks_per_node": 2}
-    (ours, ran), (stock, _) = (
-        pools[4].run(train, replace(case, options=options), "monta", training)[0]
-        for options in (TUNED, fixed)
-    )
-    assert len({key for each in ran for key in each}) >= 3
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-6)
-
-
-def test_only_steps_after_a_gradient_are_counted(pools: Pools) -> None:
-    """Not those of the second optimizer, not evaluations; a skipped step adds its iteration."""
-    case = replace(CASE, options=AUTO | {"moe_monta_tune_steps": 0})
-    training = Training(num_iterations=6, num_micro_batches=2, evaluates=2, skips=3)
-    assert pools[4].run(numbers_of_iterations, case, training) == [[1, 2, 2, 3, 4, 4]] * 4
-
-
-def test_passes_of_an_evaluation_are_not_timed(pools: Pools) -> None:
-    """Two layers of 4 passes, or of 6 where all is recomputed, and 4 candidates' turns."""
-    case = replace(CASE, options=AUTO | {"moe_monta_tune_steps": 4})
-    for recompute, num_passes in (("", 8), ("full", 12)):
-        training = Training(num_iterations=7, evaluates=1, recompute=recompute)
-        numbers = pools[4].run(numbers_of_timed_passes, case, training)
-        assert numbers == [[num_passes] * 4] * 4
-
-
-def test_replicas_of_an_exchange_settle_on_one_chain(pools: Pools) -> None:
-    # Two exchanges of two ranks, each a node.
-    case = Case(ep=2, topk=3, options=TUNED | {"moe_monta_ranks_per_node": 1})
-    found = pools[4].run(tuned, case, Training(num_iterations=STEPS + 4))
-    assert all(each["settled_us"] == found[0]["settled_us"] for each in found)
-    assert all(len(each["steps"]) == STEPS for each in found)
-    # The first and the third rank are an exchange, or the first two: none by itself.
-    winner = found[0]["winner"]
-    assert [each["winner"] for each in found] == [winner] * 4
-    assert found[0]["ran"][-1] == [winner]
-    said = "\n".join(found[0]["said"])
-    assert said.count("tuned over 12 iterations") == said.count("predicted us") == 1
-    assert all(each["said"] == [] for each in found[1:])
+def test_a_rank_that_steps_alone_is_named(pools: Pools) -> None:
+    for error in pools[4].run(error_of, step_alone, CASE, 2):
+        assert "ranks 0 and 2 differ in step: 1 and 2; an optimizer has to make a" in error
 
 
 def test_replicas_with_another_number_of_steps_are_named(pools: Pools) -> None:
-    steps = [{"moe_monta_tune_steps": number} for number in (12, 12, 5, 5)]
+    steps = [{"moe_monta_tune_steps": number} for number in (12, 12, 6, 6)]
     cases = [Case(ep=2, options=AUTO | each) for each in steps]
     for refusal in pools[4].run(refusal_of, cases, [{}] * 4):
-        assert "differ in moe_monta_tune_steps: 12 and 5" in refusal
+        assert "differ in moe_monta_tune_steps: 12 and 6" in refusal
 
 
-def test_ranks_that_count_otherwise_are_named(pools: Pools) -> None:
-    for error in pools[4].run(error_of, end_more_often, CASE, 2):
-        assert "ranks 0 and 2 differ in iteration: 1 and 2" in error
-
-
-def test_a_rank_that_dies_between_iterations_is_named() -> None:
-    pool = Pool(4, group_limit_s=10.0)
-    try:
-        answers = pool.run_on_survivors(die_in_gathering, 3)
-    finally:
-        pool.close()
-    assert sorted(answers) == [0, 1, 2]
-    for rank, (message, seconds) in answers.items():
-        assert seconds < 15.0
-        assert message.startswith(
-            f"between iterations: exchange of traffic, group tp_ep (rank {rank} of 4: ranks "
-            "0, 1, 2, 3) failed: "
-        )
-        assert "\nno pass is under way; monta-megatron " in message
-
-
-def test_a_fixed_number_of_tokens_decides_before_the_counts(pools: Pools) -> None:
-    """Until another number of tokens comes, and rows enter again if they have to be others."""
-    # The check of a chain's first use enters as well.
-    case = Case(tp=2, topk=2, options=AUTO | {"moe_monta_tune_steps": 0, "moe_monta_check": 0})
+def test_the_tokens_of_a_step_decide_for_the_next(pools: Pools) -> None:
+    """So that nothing is waited for before a row is touched, but in the first exchange."""
+    case = Case(tp=2, topk=2, options=AUTO | {"moe_monta_tune_steps": 0})
+    late, early = "before_permutation_1", "before_ep_alltoall"
     for seen in pools[4].run(compare_changing_tokens, case, [1, 1, 4096, 4096, 1, 1]):
-        chains, points, again = zip(*seen, strict=True)
-        # The first iteration shows it.
-        late, early = "before_permutation_1", "before_ep_alltoall"
-        assert points == (late, early, early, early, early, early)
-        assert chains[0] == chains[1] == chains[4] != chains[2] == chains[3]
-        assert again == (False, False, True, False, True, False)
+        chains, points = zip(*seen, strict=True)
+        assert points == (late, *(early,) * 5)
+        assert chains[0] == chains[1] == chains[2] == chains[5] != chains[3] == chains[4]
 
 
-def test_decisions_advance_where_preprocess_is_replayed(pools: Pools) -> None:
+def test_nothing_takes_turns_where_preprocess_is_replayed(pools: Pools) -> None:
     case = Case(tp=2, ep=2, etp=2, topk=2, options=TUNED)
-    for seen in pools[4].run(replay_between_decisions, case, STEPS + 4):
-        assert [number for number, _, _ in seen] == list(range(1, STEPS + 5))
-        assert {chain for _, chain, _ in seen} == {"alltoall", "alltoall_allgather"}
+    for seen in pools[4].run(replay_between_steps, case, 4):
+        assert len(set(seen)) == 1
+
+
+def test_a_teacher_follows_the_student(pools: Pools) -> None:
+    for seen in pools[4].run(two_models, CASE, LONG):
+        by_step: dict[int, set[str]] = {}
+        for _, step, choice, _ in seen:
+            by_step.setdefault(step, set()).add(choice)
+        # Before the first training exchange the planner picks.
+        assert all(len(choices) == 1 for step, choices in by_step.items() if step)

@@ -77,7 +77,7 @@ def launch_section(device: torch.device, times: PassTimes) -> str:
     from host_figures import CHAIN, CHUNKS, EP, OPERATIONS, PASS, host_figures
     from launch_counts import count_launches
 
-    from monta_megatron.integration.calibration import counts_to_host_us
+    from monta_megatron.tools.calibrate.machine import counts_to_host_us
 
     with fake_world():
         figures = host_figures()

@@ -79,7 +79,10 @@ class FixedChoice:
         return self.agreed_config
 
     def _head(self, ticks: int = 0) -> int:
-        return (hash_of(self.agreed_now()) & 0xFFFFFFFF) << TIME_BITS | ticks
+        return (hash_of(self._hashed()) & 0xFFFFFFFF) << TIME_BITS | ticks
+
+    def _hashed(self) -> dict[str, Any]:
+        return self.agreed_now()
 
     def _received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
         assert self.choice is not None, "given"
@@ -135,12 +138,14 @@ class AutoChoice(FixedChoice):
 
     def agreed_now(self) -> dict[str, Any]:
         """See `FixedChoice`."""
-        if self.by_counts:
-            return self.agreed_config
-        now: dict[str, Any] = {"choice": None if self.choice is None else self.choice.name}
-        if self.is_measuring:
-            now["step"] = self.step
-        return self.agreed_config | now
+        choice = None if self.choice is None else self.choice.name
+        return {"step": self.step, **self.agreed_config, "choice": choice}
+
+    def _hashed(self) -> dict[str, Any]:
+        agreed = self.agreed_now()
+        # A captured exchange of counts says the same in every step; and outside of a window a
+        # framework may step as it likes.
+        return agreed if self.is_measuring else agreed | {"step": None}
 
     @property
     def is_measuring(self) -> bool:

@@ -26,12 +26,7 @@ from monta_megatron.exchange.collectives import (
     new_local_group,
 )
 from monta_megatron.exchange.kernel_choice import are_all_fused
-from monta_megatron.integration.calibration import (
-    PERMUTATION,
-    counts_to_host_us,
-    find_ranks_per_core,
-    hardware_name,
-)
+from monta_megatron.integration.calibration import PERMUTATION
 from monta_megatron.planner.calibration.fitting import Machine, make_cluster
 from monta_megatron.planner.calibration.points import (
     NUM_SIZES,
@@ -41,6 +36,11 @@ from monta_megatron.planner.calibration.points import (
     series_of_cluster,
 )
 from monta_megatron.tools.calibrate.interfaces import SYS, count_interfaces, nics_of_nodes
+from monta_megatron.tools.calibrate.machine import (
+    counts_to_host_us,
+    find_ranks_per_core,
+    hardware_name,
+)
 from monta_megatron.tools.calibrate.record import Record, partial_of
 from monta_megatron.tools.calibrate.report import Calibration
 from monta_megatron.tools.joined_ranks import join, on_first_rank
