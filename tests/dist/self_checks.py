@@ -1,126 +1,220 @@
-"""Functions that run on the ranks of a pool: the first use of a chain, checked against stock's."""
+"""Functions that run on the ranks of a pool: the first use of a chain, with a fault on one rank."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from equal import assert_equal
-from layers import Case, build_layer, forced_routing, forward_backward, phases
+from exchanges import Case, find_groups, uninitialised_memory_is_nan
 
-from monta_megatron.integration import checks, dispatcher
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.counts import HEAD_SIZE
+from monta_megatron.chains.program import Kind, Operation
+from monta_megatron.exchange import copies, counts, executor, operations, sums
+from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.exchange.state import State
+from monta_megatron.integration import first_use
 
 FAULTY_RANK = 1
+Fault = Callable[[str], AbstractContextManager[Any]]
 
 
-def errors_with(case: Case, function: str, num_passes: int = 1) -> list[str]:
-    """The error of each pass of a layer if a rank's `dispatch` or `combine` is faulty, or ""."""
-    original = getattr(dispatcher, function)
-    is_faulty = dist.get_rank() == FAULTY_RANK
-    checks._checked_chains.clear()
-    layer, errors = build_layer(case, "monta"), []
-    with mock.patch.object(dispatcher, function, faulty(original) if is_faulty else original):
-        for _ in range(num_passes):
-            errors.append("")
-            try:
-                forward_backward(case, layer)
-            except checks.SelfCheckError as error:
-                errors[-1] = str(error)
-    return errors
-
-
-def error_if_stock_fails(case: Case) -> str:
-    """The error of a layer's first pass if stock's dispatcher fails on every rank."""
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    checks._checked_chains.clear()
-    layer = build_layer(case, "monta")
-    failure = RuntimeError("split sizes do not match")
-    with mock.patch.object(MoEAlltoAllTokenDispatcher, "token_dispatch", side_effect=failure):
+def error_of(case: Case, fault: str = "", stage: str = "", fused: bool = False) -> str:
+    """The error of a first use, or ""; FAULTY_RANK has the fault, perhaps in one stage alone."""
+    # An interpreter takes 20 s for 256 tokens.
+    num_tokens = 16 if fused else first_use.NUM_TOKENS
+    is_faulty = fault and dist.get_rank() == FAULTY_RANK
+    first_use._passed.clear()
+    state = torch.get_rng_state()
+    with (
+        mock.patch.object(first_use, "NUM_TOKENS", num_tokens),
+        uninitialised_memory_is_nan(),
+        kernels_in_interpreter() if fused else nullcontext(),
+        FAULTS[fault](stage) if is_faulty else nullcontext(),
+    ):
         try:
-            forward_backward(case, layer)
-        except checks.SelfCheckError as error:
-            assert not checks._checked_chains
+            use_of(case).check()
+        except first_use.SelfCheckError as error:
+            assert not first_use._passed
             return str(error)
+    assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
     return ""
 
 
-def check_all(case: Case, chains: list[tuple[str, int]]) -> int:
-    """Check chains in the middle of a micro-batch of another one; how many were checked."""
-    from monta_megatron.chains import CHAINS
-
-    checks._checked_chains.clear()
-    layer = build_layer(case, "monta")
-    made = layer.token_dispatcher
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    routing_map = forced_routing(case, case.num_tokens, generator)
-    hidden = torch.randn(case.num_tokens, 16, generator=generator)
-    assert routing_map is not None
-    expected = phases(made, hidden, routing_map)
-    bind = made._bind
-
-    def checking(counts: Any) -> None:
-        bind(counts)
-        named = [(CHAINS[name], num_chunks) for name, num_chunks in chains]
-        checks.check_chains(made, made._stock_dispatcher, named)
-
-    made._bind = checking
-    for mine, theirs in zip(phases(made, hidden, routing_map), expected, strict=True):
-        assert_equal(mine, theirs, "the micro-batch under way")
-    return len(checks._checked_chains)
+def use_of(case: Case) -> first_use.FirstUse:
+    """The first use of a chain, as the dispatcher makes it."""
+    _, rank, whole, groups = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+    return first_use.FirstUse(
+        chain=CHAINS[case.chain],
+        num_chunks=case.num_chunks,
+        layout=case.layout(rank),
+        group=whole,
+        groups=groups,
+        hidden_size=case.hidden,
+        dtype=case.torch_dtype,
+        prob_dtype=getattr(torch, case.probs_dtype),
+        topk=case.topk,
+        device=torch.device("cpu"),
+        kernels="torch",
+        quantized=case.quantized,
+    )
 
 
-def faulty(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but the last value of the last row is one too large."""
-
-    def changed(*args: Any) -> Any:
-        result = function(*args)
-        rows = result if isinstance(result, torch.Tensor) else result[0]
-        rows.view(-1)[-1] += 1
-        return result
-
-    return changed
+def errors_of(cases: list[Case], fused: bool = False) -> list[str]:
+    """The errors of cases in which nothing is wrong."""
+    return [f"{case}: {error}" for case in cases if (error := error_of(case, fused=fused))]
 
 
-def round_trips(case: Case, num_layers: int) -> int:
-    """How many round trips, stock's among them, layers of a shape make in two passes."""
-    checks._checked_chains.clear()
-    layers = [build_layer(case, "monta") for _ in range(num_layers)]
-    trip = checks.round_trip
-    with mock.patch.object(checks, "round_trip", side_effect=trip) as counted:
-        for layer in layers * 2:
-            forward_backward(case, layer)
+def error_of_failure(case: Case) -> str:
+    """The error of a first use whose passes fail on every rank."""
+    failure = RuntimeError("split sizes do not match")
+    with mock.patch.object(first_use, "run", side_effect=failure):
+        return error_of(case)
+
+
+def num_passes(cases: list[Case]) -> int:
+    """Passes that run if each case is used twice."""
+    first_use._passed.clear()
+    with mock.patch.object(first_use, "run", side_effect=executor.run) as counted:
+        for case in cases * 2:
+            use_of(case).check()
     return counted.call_count
 
 
-def random_numbers_are_left_alone(case: Case) -> None:
-    """A training that is checked draws the numbers of one that is not."""
-    checks._checked_chains.clear()
-    layer = build_layer(case, "monta")
-    before = torch.get_rng_state()
-    forward_backward(case, layer)
-    assert torch.equal(torch.get_rng_state(), before)
+@contextmanager
+def kernels_in_interpreter() -> Iterator[None]:
+    """Run Triton's kernels on the host, see `Pool`."""
+    with (
+        mock.patch.object(counts, "is_fused", lambda *_: True),
+        mock.patch.object(first_use, "is_fused", lambda *_: True),
+    ):
+        yield
 
 
-def kernel_error(difference: str) -> str:
-    """The error of a check of kernels that differ on one rank, or ""."""
-    dispatcher = SimpleNamespace(
-        tp_ep_group=dist.group.WORLD,
-        hidden_shape=(3, 1, 64),
-        config=SimpleNamespace(params_dtype=torch.bfloat16),
-        options=SimpleNamespace(kernels="auto"),
-    )
-    here = difference if dist.get_rank() == FAULTY_RANK else ""
-    replaced = {
-        "_difference": lambda *_: here,
-        "_identity": lambda *_: "a GPU",
-        "_checked_kernels": set(),
-    }
-    with mock.patch.multiple(checks, is_fused=lambda *_: True, **replaced):
-        try:
-            checks.check_kernels(dispatcher, torch.device("cuda"))
-        except checks.SelfCheckError as error:
-            return str(error)
-    return ""
+def after(
+    kind: Kind, change: Callable[[State, Operation], None], pass_name: str = "", fused: bool = False
+) -> Fault:
+    """A fault that changes what an operation has written."""
+
+    def plant(stage: str) -> AbstractContextManager[Any]:
+        table: Any = operations.OPERATIONS
+        if fused:
+            from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS as table
+        original = table[kind]
+
+        def changed(state: State, operation: Operation) -> operations.Works:
+            works = original(state, operation)
+            if pass_name in (state.pass_name, ""):
+                change(state, operation)
+            return works
+
+        return mock.patch.dict(table, {kind: changed})
+
+    return plant
+
+
+def swap_experts(state: State, operation: Operation) -> None:
+    """The first rows of the first two experts change places."""
+    second = int(state.exchange.bound.rows_per_local_expert[0])
+    into, _ = operations._places(state, operation)
+    if operation.chunk == state.exchange.bound.num_chunks - 1:
+        into.rows[[0, second]] = into.rows[[second, 0]]
+
+
+def write_twice(state: State, operation: Operation) -> None:
+    """A row of the second chunk lies where the next one should."""
+    into, index = operations._places(state, operation)
+    assert index is not None
+    if operation.chunk == 1:
+        into.rows[index[3]] = into.rows[index[2]]
+
+
+def take_neighbour(state: State, operation: Operation) -> None:
+    """A probability is that of the next row."""
+    into, index = operations._places(state, operation)
+    assert index is not None and into.probs is not None
+    into.probs[index[2]] = into.probs[index[2] + 1]
+
+
+def forget_chunk(state: State, operation: Operation) -> None:
+    """A chunk's rows stay 0."""
+    into, index = operations._places(state, operation)
+    if operation.chunk == 1:
+        into.rows[slice(None) if index is None else index] = 0
+
+
+def add_one(state: State, operation: Operation) -> None:
+    """The last value of a row is too large."""
+    state.columns(operation.writes[0]).rows[-1, -1] += 1
+
+
+def miscount(stage: str) -> AbstractContextManager[Any]:
+    """A rank has one token more for an expert than it has said."""
+    read = counts.CountTable.read
+
+    def wrong(table: counts.CountTable, joined: Any) -> counts.ExchangeCounts:
+        joined[HEAD_SIZE] += 1
+        return read(table, joined)
+
+    return mock.patch.object(counts.CountTable, "read", wrong)
+
+
+def rotate_peers(stage: str) -> AbstractContextManager[Any]:
+    """What the peers of an exchange have sent lies in the order of other peers."""
+    start = operations.start_all_to_all
+
+    def rotated(
+        output: torch.Tensor,
+        message: torch.Tensor,
+        receive: list[int],
+        send: list[int],
+        group: PeerGroup,
+    ) -> dist.Work:
+        work = start(output, message, receive, send, group)
+        work.wait()
+        first, *others = output.clone().split(receive)
+        torch.cat([*others, first], out=output)
+        return work
+
+    return mock.patch.object(operations, "start_all_to_all", rotated)
+
+
+@contextmanager
+def sum_backwards(stage: str) -> Iterator[None]:
+    """Sums of one stage are made in descending order."""
+    original, table, stages = sums.sum_rows, operations.OPERATIONS, [""]
+
+    def descending(rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        if stages[-1] != stage:
+            return original(rows, order, starts)
+        return original(rows, order.flip(0), len(order) - starts.flip(0)).flip(0)
+
+    def noting_stage(kind: Kind) -> Callable[[State, Operation], operations.Works]:
+        def noted(state: State, operation: Operation, run: Any = table[kind]) -> operations.Works:
+            stages.append(operation.stage)
+            return run(state, operation)
+
+        return noted
+
+    changed = {kind: noting_stage(kind) for kind in table}
+    with (
+        mock.patch.dict(table, changed),
+        mock.patch.object(copies, "sum_rows", descending),
+        mock.patch.object(sums, "sum_rows", descending),
+    ):
+        yield
+
+
+FAULTS: dict[str, Fault] = {
+    "count wrong": miscount,
+    "experts swapped": after("put", swap_experts, "dispatch"),
+    "peers rotated": rotate_peers,
+    "row written twice": after("put", write_twice, "dispatch"),
+    "neighbour's probability": after("put", take_neighbour, "dispatch"),
+    "sum backwards": sum_backwards,
+    "chunk of combine backward missing": after("put", forget_chunk, "combine_backward"),
+    "chunk of dispatch backward missing": after("put", forget_chunk, "dispatch_backward"),
+    "wrong kernel": after("reduce", add_one, fused=True),
+}

@@ -1,133 +1,134 @@
-"""The first use of a chain is compared with stock's dispatcher, and a difference ends the run.
+"""The first use of a chain: a round trip with known answer. A fault on one rank ends it on all."""
 
-That nothing differs where all is well is what every test of a layer shows: the check is on.
-"""
-
+import re
 from dataclasses import replace
-from types import SimpleNamespace
+from itertools import product
 
 import pytest
-import torch
-from layers import Case
+from exchanges import Case
 from pool import Pools
-from self_checks import (
-    check_all,
-    error_if_stock_fails,
-    errors_with,
-    kernel_error,
-    random_numbers_are_left_alone,
-    round_trips,
-)
+from self_checks import error_of, error_of_failure, errors_of, num_passes
 
-from monta_megatron.integration.checks import RoundTrip, difference, random_batch
+from monta_megatron.chains import CHAINS
 
-CHAIN = {"moe_monta_chain": "hierarchical_alltoall", "moe_monta_ranks_per_node": 2}
-CASE = Case(options={**CHAIN, "moe_monta_num_chunks": 2})
+CASE = Case(chain="hierarchical_alltoall", num_local_experts=4, topk=3, hidden=24, num_chunks=3)
+# EP, ETP, ranks per node: two nodes of two ranks, then four ranks in a node, a rail, an ETP group.
+LAYOUTS = [(4, 1, 2), (2, 2, 2), (4, 1, 4), (4, 1, 1), (1, 4, 4)]
 
 
-def test_a_fault_is_named_on_every_rank(pools: Pools) -> None:
-    """In a second pass as well: what has failed was not checked."""
-    first, second = pools[4].run(errors_with, CASE, "combine", 2)[0]
-    assert first == second
-    # 255 tokens: one less than on rank 0.
-    for text in (
-        "moe_monta_check: chain hierarchical_alltoall in 2 chunks",
-        "on rank 1 of the ranks 0, 1, 2, 3; on rank 1 output differs at [254, 15]: ",
-        "moe_token_dispatcher_type alltoall",
-    ):
-        assert text in first
+def cases_on(layout: tuple[int, int, int], **fields: object) -> list[Case]:
+    """Every chain that can run there, in 1 and 3 chunks; top-k of 8 experts, if not said."""
+    ep, etp, ranks_per_node = layout
+    fields = {"num_local_experts": 8 // ep, "hidden": 24, **fields}
+    cases = [
+        Case(chain=name, ep=ep, etp=etp, ranks_per_node=ranks_per_node, num_chunks=n, **fields)
+        for name, n in product(CHAINS, (1, 3))
+        if n == 1 or not CHAINS[name].serial
+    ]
+    return [each for each in cases if not CHAINS[each.chain].incompatibility(each.layout(0))]
 
 
-def test_a_fault_at_the_experts_is_one(pools: Pools) -> None:
-    assert "on rank 1 rows differs at [" in pools[4].run(errors_with, CASE, "dispatch")[0][0]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_right_passes(pools: Pools, layout: tuple[int, int, int]) -> None:
+    cases = [
+        *cases_on(layout, topk=1, dtype="float16"),
+        *cases_on(layout, topk=2, dtype="bfloat16", probs_dtype="bfloat16"),
+        *cases_on(layout, topk=3, dtype="float32"),
+        *cases_on(layout, topk=5, dtype="bfloat16", probs_dtype="float64"),
+        *cases_on(layout, topk=8, dtype="float64", probs_dtype="float64"),
+        # Groups of 128 columns, of which the last is smaller; more experts than tokens.
+        *cases_on(layout, topk=2, dtype="bfloat16", hidden=200, quantized=True),
+        *cases_on(layout, topk=8, num_local_experts=256),
+    ]
+    cases = [case for case in cases if not case.quantized or CHAINS[case.chain].rows == "tokens"]
+    assert pools[4].run(errors_of, cases) == [[]] * 4
 
 
-def test_a_check_that_fails_names_itself(pools: Pools) -> None:
-    for error in pools[4].run(error_if_stock_fails, CASE):
-        assert error.startswith(
-            "moe_monta_check: a round trip of stock's dispatcher failed: RuntimeError: split sizes"
-        )
-
-
-def test_chains_are_checked_beside_a_micro_batch_of_another(pools: Pools) -> None:
-    options = {
-        "moe_monta_chain": "auto",
-        "moe_monta_ranks_per_node": 2,
-        "moe_monta_tune_steps": 0,
-    }
-    chains = [("alltoall_dedup", 2), ("hierarchical_alltoall", 3), ("alltoall", 1)]
-    counted = pools[4].run(check_all, Case(options=options), chains)
-    # What auto has chosen may be one of them.
-    assert len(set(counted)) == 1 and counted[0] in (3, 4)
-
-
-def test_a_kernel_that_differs_on_one_rank_ends_all(pools: Pools) -> None:
-    errors = pools[4].run(kernel_error, "kernel reduce: rows differs at [1, 2]")
-    assert len(set(errors)) == 1
-    for text in (
-        "on rank 1 of the ranks 0, 1, 2, 3; on rank 1 kernel reduce: rows differs at [1, 2]",
-        "moe_monta_kernels torch",
-    ):
-        assert text in errors[0]
-    assert set(pools[4].run(kernel_error, "")) == {""}
-
-
-def test_it_can_be_switched_off(pools: Pools) -> None:
-    off = Case(options={**CASE.options, "moe_monta_check": 0})
-    assert pools[4].run(errors_with, off, "combine") == [[""]] * 4
-
-
-def test_a_chain_is_checked_once_for_all_layers(pools: Pools) -> None:
-    assert set(pools[4].run(round_trips, CASE, 2)) == {2}
-    pools[4].run(random_numbers_are_left_alone, CASE)
+def test_sums_of_many_terms_pass(pools: Pools) -> None:
+    """64, and no more where a token of the training has 128 experts."""
+    fields = {"dtype": "bfloat16", "num_local_experts": 64}
+    cases = [*cases_on(LAYOUTS[0], topk=64, **fields), *cases_on(LAYOUTS[1], topk=128, **fields)]
+    assert pools[4].run(errors_of, cases) == [[]] * 4
 
 
 @pytest.mark.parametrize(
-    ("dtype", "topk", "etp", "largest"),
+    ("fault", "where"),
     [
-        # 8 terms of at most 2 * 3 are 48: bf16 holds every integer up to 256.
-        (torch.bfloat16, 8, 1, 3),
-        # 32 * 2 terms: 256 // (2 * 64) is 2.
-        (torch.bfloat16, 32, 2, 2),
-        (torch.bfloat16, 128, 4, 1),
-        (torch.float16, 128, 1, 3),
-        (torch.float64, 8, 1, 3),
+        ("experts swapped", "rows at the experts: "),
+        ("peers rotated", "rows at the experts: "),
+        ("row written twice", "rows at the experts: "),
+        ("neighbour's probability", "probabilities: "),
+        ("chunk of combine backward missing", "combine backward: 0 at "),
+        ("chunk of dispatch backward missing", "dispatch backward: 0 at "),
     ],
 )
-def test_sums_of_the_random_rows_are_exact(
-    dtype: torch.dtype, topk: int, etp: int, largest: int
-) -> None:
-    batch = random_batch(dispatcher_with(dtype, topk, etp))
-    assert batch.tokens.dtype == dtype
-    assert set(batch.tokens.flatten().tolist()) == set(range(largest + 1))
-    assert (batch.routing_map.sum(dim=1) == topk).all()
-    assert torch.equal(batch.probs > 0, batch.routing_map)
-
-
-def test_a_batch_is_small_whatever_is_under_way() -> None:
-    """Ranks have different numbers of tokens, unless experts are filled to capacity."""
-    made = dispatcher_with(torch.float32, 2, 1)
-    assert [len(tensor) for tensor in random_batch(made)] == [253] * 3
-    made.drop_and_pad = True
-    assert [len(tensor) for tensor in random_batch(made)] == [256] * 3
-
-
-def dispatcher_with(dtype: torch.dtype, topk: int, etp: int) -> SimpleNamespace:
-    """All that a batch is made by; the micro-batch under way has no experts."""
-    return SimpleNamespace(
-        config=SimpleNamespace(
-            params_dtype=dtype, moe_router_topk=topk, moe_router_padding_for_quantization=False
-        ),
-        layout=SimpleNamespace(rank=3, etp=etp, num_experts=512),
-        probs=torch.zeros(2, 512),
-        routing_map=torch.zeros(2, 512, dtype=torch.bool),
-        hidden_shape=(2, 16),
-        drop_and_pad=False,
+@pytest.mark.parametrize("chain", ["hierarchical_alltoall", "alltoall_allgather"])
+def test_a_fault_is_named_on_every_rank(pools: Pools, chain: str, fault: str, where: str) -> None:
+    errors = pools[4].run(error_of, replace(CASE, chain=chain), fault)
+    assert len(set(errors)) == 1
+    pattern = (
+        rf"moe_monta_check: chain {chain} in 3 chunks is wrong on rank [0-3, ]+ of the ranks "
+        rf"0, 1, 2, 3; on rank \d {where}.* \(token \d+ of rank \d, experts .*\), must be \S+. "
+        "Report it, and train with moe_token_dispatcher_type alltoall"
     )
+    assert re.fullmatch(pattern, errors[0]), errors[0]
 
 
-def test_a_wrong_shape_is_a_difference() -> None:
-    trip = RoundTrip(*(torch.zeros(3, 2) for _ in range(4)))
-    assert difference(trip, trip) == ""
-    short = replace(trip, probs=torch.zeros(2, 2))
-    assert difference(short, trip) == "probs has shape [2, 2], stock's [3, 2]"
+@pytest.mark.parametrize(
+    ("chain", "etp", "ranks_per_node", "stage"),
+    [
+        ("allgather", 1, 2, "copy per expert"),
+        ("allgather", 1, 2, "sum of allgather"),
+        ("allgather", 4, 4, "sum of allgather"),
+        ("alltoall", 4, 4, "sum of allgather"),
+        ("alltoall_allgather", 4, 4, "sum of allgather"),
+        ("alltoall_dedup", 1, 4, "copy per expert"),
+        ("alltoall_dedup", 1, 4, "copy per rank"),
+        ("hierarchical_allgather", 1, 2, "copy per expert"),
+        ("hierarchical_allgather", 1, 4, "sum of allgather in node"),
+        ("hierarchical_allgather", 1, 1, "copy per node"),
+        ("hierarchical_allgather", 4, 4, "sum of allgather in node"),
+        ("hierarchical_alltoall", 1, 2, "copy per expert"),
+        ("hierarchical_alltoall", 1, 4, "copy per rank"),
+        ("hierarchical_alltoall", 1, 1, "copy per node"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sum_in_another_order_is_a_fault(
+    pools: Pools, dtype: str, chain: str, etp: int, ranks_per_node: int, stage: str
+) -> None:
+    fields = {"chain": chain, "etp": etp, "ep": 4 // etp, "ranks_per_node": ranks_per_node}
+    case = replace(CASE, **fields, dtype=dtype, num_chunks=1 if chain == "alltoall" else 3)
+    errors = pools[4].run(error_of, case, "sum backwards", stage)
+    assert len(set(errors)) == 1
+    # A rank's sum may be a part of another's.
+    assert re.search(r"; on rank \d combine: 0.00012207 at .* must be 0\.", errors[0]), errors[0]
+
+
+def test_wrong_counts_end_it_before_rows_are_sent(pools: Pools) -> None:
+    for chain in ("alltoall_allgather", "allgather"):
+        errors = pools[4].run(error_of, replace(CASE, chain=chain), "count wrong")
+        assert len(set(errors)) == 1
+        assert "on rank 1 counts by source rank and local expert: " in errors[0]
+        assert " at [0, 0], must be " in errors[0]
+
+
+@pytest.mark.parametrize("fault", ["", "wrong kernel"])
+def test_a_wrong_kernel_is_a_fault(pools: Pools, fault: str) -> None:
+    errors = pools[4].run(error_of, replace(CASE, topk=2), fault, "", True)
+    assert len(set(errors)) == 1
+    assert errors[0].endswith("alltoall or moe_monta_kernels torch" if fault else "")
+    assert bool(errors[0]) == bool(fault)
+
+
+def test_an_error_names_the_check(pools: Pools) -> None:
+    """The first pass fails on every rank."""
+    for error in pools[4].run(error_of_failure, CASE):
+        assert error.startswith(
+            "moe_monta_check: chain hierarchical_alltoall in 3 chunks: the round trip failed: "
+            "RuntimeError: split sizes do not match. Report it"
+        )
+
+
+def test_it_is_made_once_for_a_chain_and_its_chunks(pools: Pools) -> None:
+    assert pools[4].run(num_passes, [CASE, replace(CASE, num_chunks=2)]) == [2 * 4] * 4

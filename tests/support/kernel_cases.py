@@ -1,8 +1,8 @@
-"""Random cases for the Triton kernels, in Triton's interpreter, against the PyTorch operations.
+"""Random cases for the Triton kernels against the PyTorch operations, interpreted or on a GPU.
 
-It needs TRITON_INTERPRET=1 before the kernels are imported. To and from bf16 the interpreter
+Triton's interpreter needs TRITON_INTERPRET=1 before the kernels are imported. To and from bf16 it
 converts otherwise than a GPU: it truncates, and subnormal values become 0. There are none in sums
-of bf16, which are compared before they are rounded; `test_compiled_kernels.py` reads how.
+of bf16 there, which are compared before they are rounded; `test_compiled_kernels.py` reads how.
 """
 
 import os
@@ -34,13 +34,12 @@ from monta_megatron.exchange.kernels.to_experts import to_experts
 from monta_megatron.exchange.payload import Columns, Payload
 from monta_megatron.exchange.sums import sum_parts, sum_rows
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
-
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HIDDEN_SIZES = (8, 9, 12, 40, 72, 136, 520, 1000, 1032, 2056, 4096, 7168)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1e-40, 65504.0)
-# Values of all rows: what a case costs.
-MOST_VALUES = 16_000
+# Values of all rows: what a case costs the interpreter. A GPU has 60 rows of any size.
+MOST_VALUES = 16_000 if INTERPRETED else 60 * 4 * HIDDEN_SIZES[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +99,22 @@ def case_of(seed: int) -> Case:
     )
 
 
-def check(first: int, end: int) -> None:
+def check(first: int, end: int, device: str = "cpu") -> None:
     """Compare the kernels with the PyTorch operations on the cases of these seeds.
+
+    Args:
+        first, end: the seeds.
+        device: of all tensors; "cpu" for the interpreter.
 
     Raises:
         AssertionError: names the case, the kernel and the column that differ.
     """
+    assert (device == "cpu") == INTERPRETED, f"TRITON_INTERPRET does not fit kernels on {device}"
     for seed in range(first, end):
         case = case_of(seed)
         try:
-            _check(case)
+            with torch.device(device):
+                _check(case)
         except Exception as error:
             raise AssertionError(f"{case}: {error}") from error
 
@@ -336,12 +341,13 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def _drop_subnormals(values: torch.Tensor) -> None:
     """Where it calculates, the interpreter takes those of bf16 for 0."""
-    values.masked_fill_(values.abs() < torch.finfo(torch.bfloat16).tiny, 0)
+    if INTERPRETED:
+        values.masked_fill_(values.abs() < torch.finfo(torch.bfloat16).tiny, 0)
 
 
 def _narrowed(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """As the interpreter narrows: to bf16 it cuts off the lower half."""
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or not INTERPRETED:
         return sums.to(dtype)
     return (sums.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
