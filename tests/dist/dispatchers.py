@@ -374,11 +374,12 @@ def kernels_in_interpreter() -> Iterator[None]:
     """Run Triton's kernels on the host, see `Pool`."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
     from monta_megatron.exchange import counts
-    from monta_megatron.integration import dispatcher
+    from monta_megatron.integration import dispatcher, first_use
 
     with (
         mock.patch.object(counts, "is_fused", lambda *_: True),
         mock.patch.object(dispatcher, "is_fused", lambda *_: True),
+        mock.patch.multiple(first_use, is_fused=lambda *_: True, NUM_TOKENS=16),
     ):
         yield
 

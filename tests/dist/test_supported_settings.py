@@ -31,9 +31,6 @@ from pool import Pools
 from monta_megatron.chains import CHAINS
 from monta_megatron.integration.arguments import answer_should_free_input
 from monta_megatron.integration.supported_settings import (
-    OUT_OF_REACH,
-    RUNS,
-    UNSUPPORTED,
     check_supported,
 )
 
@@ -265,19 +262,7 @@ def test_eight_bits_of_another_dispatcher_are_refused(setting: str) -> None:
         check_supported(SimpleNamespace(**{setting: "mxfp8"}))
 
 
-def test_a_setting_has_one_line() -> None:
-    refused = {unsupported.setting for unsupported in UNSUPPORTED}
-    assert len(RUNS | OUT_OF_REACH) == len(RUNS) + len(OUT_OF_REACH)
-    assert not refused & (RUNS | OUT_OF_REACH).keys()
-
-
 def test_other_cuda_graphs_are_not_refused() -> None:
     check_supported(SimpleNamespace(cuda_graph_impl="none"))
     modules = ["attn", "moe_preprocess"]
     check_supported(SimpleNamespace(cuda_graph_impl="local", cuda_graph_modules=modules))
-
-
-def test_every_test_that_is_named_is_there() -> None:
-    for name in RUNS.values():
-        path, function = name.split("::")
-        assert f"def {function}(" in (ROOT / path).read_text(), name

@@ -15,11 +15,6 @@ from typing import Any
 from monta_megatron.common.text import shown
 
 
-def cache_folder() -> Path:
-    """Folder of this package's findings on this machine, for this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "monta_megatron"
-
-
 def read_text(path: str | Path, form: str, most_bytes: int) -> str:
     """The text of a file that a user names.
 

@@ -73,34 +73,9 @@ def with_one_placeholder(experts: Experts, module: torch.nn.Module) -> Experts:
     return compute
 
 
-_TESTS = "tests/dist/test_overlap_experts.py::"
 _FREES_WEIGHTS = (
     "it frees an expert's weights after each call, of which there is one for every chunk"
 )
-
-# Setting -> the test that shows that it works: those of `supported_settings.RUNS` that are not
-# refused, and what reaches the experts.
-RUNS_WITH_OVERLAP = {
-    "moe_shared_expert_overlap": _TESTS + "test_shared_experts_overlap",
-    "moe_shared_expert_intermediate_size": _TESTS + "test_shared_experts",
-    "moe_expert_capacity_factor": _TESTS + "test_capacity_factor",
-    "moe_pad_expert_input_to_capacity": _TESTS + "test_pad_to_capacity",
-    "moe_permute_fusion": "tests/dist/test_transformer_engine.py::test_experts_in_the_pipeline",
-    "moe_latent_size": _TESTS + "test_latent_size",
-    "recompute_granularity='full'": _TESTS + "test_full_recompute",
-    "recompute_modules=['moe']": _TESTS + "test_selective_recompute",
-    "variable_seq_lengths": _TESTS + "test_token_count_changes_every_step",
-    "packed_seq_params": _TESTS + "test_token_count_changes_every_step",
-    "batch_invariant_mode": _TESTS + "test_batch_invariant_sums",
-    "cuda_graph_modules with moe_preprocess": _TESTS + "test_cuda_graph_attributes_replay",
-    "moe_grouped_gemm": _TESTS + "test_grouped_experts",
-    "moe_apply_probs_on_input": _TESTS + "test_probabilities_on_the_input",
-    "recompute_modules=['moe_act']": _TESTS + "test_grouped_experts",
-    "recompute_modules=['layernorm']": _TESTS + "test_the_norm_before_it_is_recomputed",
-    "gradient_accumulation_fusion": _TESTS + "test_products_of_all_chunks_add_to_one_gradient",
-    "use_distributed_optimizer": _TESTS + "test_training_with_other_chunks_in_every_step",
-    "overlap_grad_reduce": _TESTS + "test_training_with_other_chunks_in_every_step",
-}
 
 # Modules inside the experts whose activations Megatron can offload.
 _EXPERT_MODULES = {"expert_fc1", "moe_act", "fused_group_mlp"}

@@ -1,8 +1,6 @@
-"""Supported Megatron-Core versions, and Megatron settings that change a dispatcher's work.
+"""Supported Megatron-Core versions, and Megatron settings that are refused, with the reason.
 
-Every such setting is listed, with the test that shows that it works, with the reason why there is
-nothing to do, or with the reason why it is an error when the configuration is made, so that none is
-dropped unnoticed.
+What runs is shown by tests/dist/test_supported_settings.py.
 """
 
 import os
@@ -43,44 +41,6 @@ def is_supported(version: str) -> bool:
     if numbers is None:
         return False
     return SUPPORTED[0] <= (int(numbers[1]), int(numbers[2])) < SUPPORTED[1]
-
-
-_TESTS = "tests/dist/test_supported_settings.py::"
-
-# Setting -> the test that shows that it works.
-RUNS = {
-    "moe_shared_expert_overlap": _TESTS + "test_shared_experts_overlap",
-    "moe_shared_expert_intermediate_size": _TESTS + "test_shared_experts",
-    "moe_expert_capacity_factor": _TESTS + "test_capacity_factor",
-    "moe_pad_expert_input_to_capacity": _TESTS + "test_pad_to_capacity",
-    "moe_router_padding_for_quantization": _TESTS + "test_router_padding",
-    "moe_permute_fusion": "tests/dist/test_transformer_engine.py::test_te_spec_equals_stock",
-    "moe_latent_size": _TESTS + "test_latent_size",
-    "recompute_granularity='full'": "tests/megatron/test_training.py::test_training_settings",
-    "recompute_modules=['moe']": _TESTS + "test_selective_recompute",
-    "variable_seq_lengths": _TESTS + "test_token_count_changes_every_step",
-    "cuda_graph_modules with moe_preprocess": _TESTS + "test_cuda_graph_attributes_replay",
-    "overlap_moe_expert_parallel_comm": _TESTS + "test_overlap_schedule",
-    "delay_wgrad_compute": _TESTS + "test_overlap_schedule",
-    # With Transformer Engine's grouped tensors the router pads to 256 rows, in bf16 too.
-    "moe_use_grouped_tensor": _TESTS + "test_router_padding",
-    # Packed sequences (THD) reach a dispatcher as another number of tokens, [T, 1, H].
-    "packed_seq_params": _TESTS + "test_token_count_changes_every_step",
-    "batch_invariant_mode": _TESTS + "test_batch_invariant_sums",
-}
-
-# Setting -> why it does not reach a dispatcher. Nothing can run it on CPU ranks: it needs
-# Transformer Engine or CUDA.
-OUT_OF_REACH = {
-    "gtp_weight_remat_size": "gathers weights of other modules; ranks with shards of one weight "
-    "are in exchanges of their own",
-    "expert_gtp_weight_remat_size": "gathers the experts' weights once for each call of them, "
-    "which every rank makes once for a micro-batch, whatever its chain and chunks",
-    "gtp_remat_opt_in_modules": "gathers weights of the latent projections, before and behind "
-    "the six phases",
-    "use_megatron_fsdp": "gathers and frees weights, of which a dispatcher has none, around calls "
-    "of modules; the 1F1B overlap schedule makes these calls in the order that it has with stock",
-}
 
 
 def _graphs_whole_exchange(config: Any) -> bool:
