@@ -3,7 +3,6 @@
 `tests/dist/test_supported_settings.py` compares the sums where the mode is there.
 """
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,16 +13,17 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.core import Layout
-from monta_megatron.integration import strategies
+from monta_megatron.integration import counts
+from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
-from monta_megatron.integration.policy import check_chain_runs, policy_for
+from monta_megatron.integration.planning import check_chain_runs, planner_for
 
 LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
 
 
 @pytest.fixture(autouse=True)
 def order() -> Any:
-    with mock.patch.object(strategies, "KNOWS_ORDER", True):
+    with mock.patch.object(counts, "KNOWS_ORDER", True):
         yield
 
 
@@ -58,7 +58,7 @@ def test_chains_that_add_in_another_order_are_refused() -> None:
 
 
 def test_an_older_megatron_demands_no_order() -> None:
-    with mock.patch.object(strategies, "KNOWS_ORDER", False):
+    with mock.patch.object(counts, "KNOWS_ORDER", False):
         assert not problem(chain="hierarchical_alltoall")
 
 
@@ -66,21 +66,22 @@ def test_an_older_megatron_demands_no_order() -> None:
 def test_auto_chooses_among_chains_that_add_in_order(overlap_experts: bool | None) -> None:
     """So that there is none to split with its experts."""
     config = config_of(overlap_experts=overlap_experts)
-    policy = policy_for(Options.of(config), config, LAYOUT, permuted_only=False)
-    assert {chain.name for chain in policy.chains} == {"alltoall", "alltoall_allgather"}
+    planner = planner_for(Options.of(config), config, LAYOUT, permuted_only=False)
+    assert {chain.name for chain in planner.chains} == {"alltoall", "alltoall_allgather"}
+    assert not planner.splits_experts
 
 
 def test_the_map_of_permute_is_kept_for_unpermute() -> None:
     tokens, inverse_map = torch.ones(3, 2), torch.zeros(2, 3, 1, dtype=torch.long)
     dispatcher = SimpleNamespace(
         config=SimpleNamespace(batch_invariant_mode=True, moe_permute_fusion=False),
-        monitor=SimpleNamespace(timed_copies=lambda device: nullcontext()),
+        _rows="permuted tokens",
         routing_map=torch.ones(3, 1, dtype=torch.bool),
         num_out_tokens=3,
         drop_and_pad=False,
     )
     answer = (tokens, tokens[:, 0], torch.arange(3), inverse_map, None)
     with mock.patch.object(stock, "permute", return_value=answer) as permute:
-        strategies.STRATEGIES["permuted tokens"].enter(dispatcher, tokens, torch.ones(3, 1))
+        MontaTokenDispatcher._enter(dispatcher, tokens, torch.ones(3, 1))
     assert permute.call_args.kwargs["return_batch_invariant_inverse_map"] is True
     assert dispatcher.batch_invariant_inverse_permutation_mapping is inverse_map

@@ -127,15 +127,14 @@ def test_a_training_on_gpus_prices_what_it_runs(gpus: None, choice: str, expecte
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from test_choice import LAYOUT, config
 
-    from monta_megatron.integration.policy import policy_for
-    from monta_megatron.planner.chain_policy import PlannedPolicy
+    from monta_megatron.integration.planning import planner_for
     from monta_megatron.planner.cluster_file import load_cluster
 
     options = Options(kernels=choice, cluster=load_cluster("h100_8x_ndr"))
-    on_cpus = policy_for(options, config(), LAYOUT, permuted_only=False)
+    on_cpus = planner_for(options, config(), LAYOUT, permuted_only=False)
     with mock.patch.object(torch.accelerator, "is_available", lambda: True):
-        on_gpus = policy_for(options, config(), LAYOUT, permuted_only=False)
-    assert isinstance(on_cpus, PlannedPolicy) and isinstance(on_gpus, PlannedPolicy)
+        on_gpus = planner_for(options, config(), LAYOUT, permuted_only=False)
+    assert on_cpus.cluster is not None and on_gpus.cluster is not None
     assert on_cpus.cluster.policy == "streams"
     assert on_gpus.cluster.policy == expected
     assert (on_gpus.agreed_config() == on_cpus.agreed_config()) == (choice == "torch")

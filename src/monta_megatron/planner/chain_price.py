@@ -5,7 +5,7 @@ The memory of a pass is the liveness of its program's buffers.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from monta_megatron.chains.chain import Chain, blocks_for
 from monta_megatron.chains.counts import message_size
@@ -18,10 +18,12 @@ from monta_megatron.chains.program import (
     Operation,
     Pass,
     Phase,
+    Policy,
+    Program,
 )
 from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import priced_ranks
+from monta_megatron.planner.layout import PricedRanks, priced_ranks
 from monta_megatron.planner.pricing import PassPrice, price_pass, with_leads
 from monta_megatron.planner.shape import bind_expected, lower_expected
 from monta_megatron.planner.traffic import PassTraffic, pass_traffic
@@ -157,21 +159,14 @@ def price_chain(
             the chain needs.
     """
     ranks = priced_ranks(shape.layout, shape.routing, cluster.ranks_per_nic)
-    bound = [bind_expected(shape, chain, num_chunks, layout) for layout in ranks.layouts]
     if num_exchanged_counts is None:
         num_exchanged_counts = message_size((chain,), shape.layout, blocks_for(num_chunks))
-    programs = [
-        [lower_expected(shape, of_rank, pass_, cluster.policy) for of_rank in bound]
-        for pass_ in PASSES[phase]
-    ]
-    traffic = tuple(
-        pass_traffic(of_pass, shape.tokens_per_rank, num_exchanged_counts) for of_pass in programs
+    programs, traffic, peak = _expected(
+        shape, chain, num_chunks, phase, num_exchanged_counts, ranks, cluster.policy
     )
-    # Rows of eight bits are those of one pass.
-    heaviest = PASSES[phase] if shape.quantized else HEAVIEST[phase]
     passes = [
-        price_pass(of_pass[0].program, moved, cluster, ranks.nic_starts)
-        for of_pass, moved in zip(programs, traffic, strict=True)
+        price_pass(program, moved, cluster, ranks.nic_starts)
+        for program, moved in zip(programs, traffic, strict=True)
     ]
     return ChainPrice(
         chain=chain,
@@ -179,7 +174,36 @@ def price_chain(
         passes=with_leads(passes, cluster.factor),
         traffic=traffic,
         num_represented=ranks.num_represented,
-        peak_bytes=max(
+        peak_bytes=peak,
+    )
+
+
+# The same for every cluster with such nodes, as for both ends of published figures.
+@lru_cache(maxsize=64)
+def _expected(
+    shape: Shape,
+    chain: Chain,
+    num_chunks: int,
+    phase: Phase,
+    num_exchanged_counts: int,
+    ranks: PricedRanks,
+    policy: Policy,
+) -> tuple[tuple[Program, ...], tuple[PassTraffic, ...], float]:
+    """Program and traffic of every pass, and the peak of memory."""
+    bound = [bind_expected(shape, chain, num_chunks, layout) for layout in ranks.layouts]
+    programs = [
+        [lower_expected(shape, of_rank, pass_, policy) for of_rank in bound]
+        for pass_ in PASSES[phase]
+    ]
+    # Rows of eight bits are those of one pass.
+    heaviest = PASSES[phase] if shape.quantized else HEAVIEST[phase]
+    return (
+        tuple(of_pass[0].program for of_pass in programs),
+        tuple(
+            pass_traffic(of_pass, shape.tokens_per_rank, num_exchanged_counts)
+            for of_pass in programs
+        ),
+        max(
             peak_bytes(program)
             for pass_, of_pass in zip(PASSES[phase], programs, strict=True)
             if pass_ in heaviest

@@ -13,7 +13,8 @@ other exchanges do, but their slots are in phase: slot = step number modulo the 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
@@ -22,15 +23,18 @@ from monta_megatron.common.units import counted, gb_text
 from monta_megatron.core import Choice, Layout, Shape
 from monta_megatron.planner.cluster import Cluster
 
+if TYPE_CHECKING:
+    from monta_megatron.planner.select import Selection
+
 STOCK = Choice(chain="alltoall", num_chunks=1)
-# Every slot has three turns in a window; the first is not counted.
+# Every slot has three turns in a window; the first of a candidate is not counted.
 TURNS = 3
 # The time of a step is known to all ranks after so many steps.
 LATE = 2
 MOST_CHUNKS_OF_A_CHAIN = 3
-# Of plain alltoall's predicted peak of memory.
+# Largest predicted peak of memory of a candidate, as a multiple of plain alltoall's.
 MOST_MEMORY = 1.5
-# Iterations so close together count as equal.
+# Iterations within 1% count as equal.
 EQUAL = 1.01
 # Numbers of chunks in which a chain's experts are split.
 SPLITS = (2, 4)
@@ -51,12 +55,13 @@ def chains_for(layout: Layout) -> tuple[Chain, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planner:
-    """Proposes what may run on an exchange for the layers of one shape.
+    """Proposes choices on an exchange, for the layers of one shape.
 
     Attributes:
-        chains: that may run.
-        num_chunks: numbers of chunks in which they may.
-        splits_experts: whether their experts may run inside the pipeline.
+        chains: allowed chains; plain alltoall is one of them unless a choice is given.
+        num_chunks: allowed numbers of chunks; a serial chain has one.
+        splits_experts: whether experts run inside the pipeline of a chain of tokens; then at least
+            one of the chains is such.
         shape: of the layers; its number of tokens is replaced.
         cluster: by whose costs candidates are priced; None where one choice is given.
     """
@@ -67,7 +72,7 @@ class Planner:
     shape: Shape | None = None
     cluster: Cluster | None = None
     # By half octave of tokens.
-    _picks: dict[int, tuple[Choice, str]] = field(default_factory=dict)
+    _selections: "dict[int, Selection]" = field(default_factory=dict)
 
     @property
     def fixed(self) -> Choice | None:
@@ -77,8 +82,7 @@ class Planner:
     @property
     def num_blocks(self) -> int:
         """Token blocks that are counted: at least as many as chunks."""
-        most = max(*self.num_chunks, *(SPLITS if self.splits_experts else ()), 1)
-        return blocks_for(most)
+        return blocks_for(max(*self.num_chunks, *(SPLITS if self.splits_experts else ()), 1))
 
     def agreed_config(self) -> dict[str, Any]:
         """Values that all ranks of the exchange have to agree on."""
@@ -95,73 +99,68 @@ class Planner:
         return config
 
     def pick(self, tokens: int) -> tuple[Choice, str]:
-        """The planner's own choice for so many tokens of a rank at most, and why."""
-        tokens = half_octave(tokens)
-        if tokens not in self._picks:
-            self._picks[tokens] = self._pick(tokens)
-        return self._picks[tokens]
+        """The planner's own choice for at most so many tokens per rank, and the reason."""
+        selection = self.selection(tokens)
+        price, reason = selection.price, selection.reason
+        choice = price.choice
+        if self.splits_experts:
+            price = next(each for each in selection.rivals if each.chain.rows == "tokens")
+            choice = self._choice(price.chain.name, max(SPLITS))
+            reason = f"without its experts, as {price.name}, the fastest chain of tokens"
+        assert self.cluster is not None, "one choice is given"
+        doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
+        return choice, (
+            f"planned on {self.cluster.name}{doubtful} for up to "
+            f"{counted(half_octave(tokens), 'token')} per rank: {price.total_us:,.0f} us, "
+            f"{reason}; holds up to {gb_text(price.peak_bytes)}"
+        )
 
     def candidates(self, tokens: int, num_slots: int) -> dict[Choice, float]:
-        """Candidates for so many tokens, and their predicted us; plain alltoall comes first.
+        """Candidates for at most so many tokens per rank, and their predicted us.
 
-        Then the best predicted others, at most three numbers of chunks of a chain; with
-        `splits_experts` the last two are the best chain of tokens with its experts split.
+        Plain alltoall comes first, then the best predicted others, at most three numbers of chunks
+        of a chain. With `splits_experts` the last two are the best chain of tokens with its experts
+        split; they have the prediction of the chain without its experts.
         """
-        prices = self._select(half_octave(tokens)).rivals
-        stock = next((price for price in prices if price.choice == STOCK), None)
-        rest = [price for price in prices if price is not stock]
-        if stock is not None:
-            rest = [price for price in rest if price.peak_bytes <= MOST_MEMORY * stock.peak_bytes]
-        best_of_tokens = next((price for price in rest if price.chain.rows == "tokens"), None)
-        split: dict[Choice, float] = {}
-        if self.splits_experts and best_of_tokens is not None:
-            split = {
-                choice: best_of_tokens.total_us
-                for number in SPLITS
-                if (choice := self._choice(best_of_tokens.chain.name, number)).splits_experts
-            }
-        found = {} if stock is None else {STOCK: stock.total_us}
+        selection = self.selection(tokens)
+        stock = next(price for price in selection.prices if price.choice == STOCK)
+        # Hosts differ in the last bit, which a byte more makes up for.
+        most_bytes = MOST_MEMORY * stock.peak_bytes + 1
+        found, split = {STOCK: stock.total_us}, dict[Choice, float]()
         of_chain: Counter[str] = Counter()
-        for price in rest:
+        for price in selection.rivals:
+            if price.choice == STOCK or price.peak_bytes > most_bytes:
+                continue
+            if self.splits_experts and price.chain.rows == "tokens" and not split:
+                choices = (self._choice(price.chain.name, number) for number in SPLITS)
+                split = {each: price.total_us for each in choices if each.splits_experts}
             of_chain[price.chain.name] += 1
             if of_chain[price.chain.name] <= MOST_CHUNKS_OF_A_CHAIN:
                 found[price.choice] = price.total_us
-        most = max(num_slots - len(split), 1)
-        return dict(list(found.items())[:most]) | split
+        rest = islice(found.items(), max(num_slots - len(split), 1))
+        return dict(islice((dict(rest) | split).items(), num_slots))
 
-    def _pick(self, tokens: int) -> tuple[Choice, str]:
-        if self.cluster is None:
-            return self._choice(self.chains[0].name), "as asked for"
-        selection = self._select(tokens)
-        choice, price = selection.price.choice, selection.price
-        if self.splits_experts:
-            of_tokens = [each for each in selection.rivals if each.chain.rows == "tokens"]
-            price = of_tokens[0] if of_tokens else price
-            choice = self._choice(price.chain.name, max(SPLITS)) if of_tokens else choice
-        doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
-        return choice, (
-            f"planned on {self.cluster.name}{doubtful} for up to {counted(tokens, 'token')} per "
-            f"rank: {price.total_us:,.0f} us, {selection.reason}; "
-            f"holds up to {gb_text(price.peak_bytes)}"
-        )
+    def selection(self, tokens: int) -> "Selection":
+        """The prices of everything allowed, for at most so many tokens per rank."""
+        # Not needed where one choice is given.
+        from monta_megatron.planner.select import select_chain
+
+        assert self.shape is not None and self.cluster is not None, "one choice is given"
+        tokens = half_octave(tokens)
+        if tokens not in self._selections:
+            self._selections[tokens] = select_chain(
+                replace(self.shape, tokens_per_rank=tokens),
+                self.cluster,
+                chains=[chain.name for chain in self.chains],
+                num_chunks=self.num_chunks,
+            )
+        return self._selections[tokens]
 
     def _choice(self, chain: str, num_chunks: int | None = None) -> Choice:
         # A number of chunks that was asked for is kept.
         number = self.num_chunks[0] if len(self.num_chunks) == 1 else num_chunks or 1
         splits = self.splits_experts and number > 1 and CHAINS[chain].rows == "tokens"
         return Choice(chain=chain, num_chunks=number, splits_experts=splits)
-
-    def _select(self, tokens: int) -> Any:
-        # A named chain prices nothing.
-        from monta_megatron.planner.select import select_chain
-
-        assert self.shape is not None and self.cluster is not None, "one choice is given"
-        return select_chain(
-            replace(self.shape, tokens_per_rank=tokens),
-            self.cluster,
-            chains=[chain.name for chain in self.chains],
-            num_chunks=self.num_chunks,
-        )
 
 
 @dataclass(kw_only=True)
@@ -170,15 +169,13 @@ class Turn:
 
     Attributes:
         choice: that ran.
-        num_exchanges: training exchanges in the step.
-        tokens: the most of any rank in them, as half octave.
+        kind: number of training exchanges, and half octave of the most tokens of any rank in them.
         counts: whether the choice had run before.
-        us: the longest iteration of any rank; None until it is known, or where a rank has none.
+        us: the longest iteration of any rank; None until it is known, or if a rank has none.
     """
 
     choice: Choice
-    num_exchanges: int
-    tokens: int
+    kind: tuple[int, int]
     counts: bool
     us: int | None = None
 
@@ -188,12 +185,12 @@ class Window:
     """Steps in which the candidates of one exchange take turns.
 
     Attributes:
-        candidates: with their predicted us; the first is plain alltoall.
+        candidates: with their predicted us; plain alltoall comes first.
         first: number of the first step.
-        num_steps: its length; 0 where nothing takes turns.
-        tokens: half octave for which the candidates were proposed.
-        ran: choices that have run on this exchange before.
-        turns: by step.
+        num_steps: length of the window; 0 where nothing takes turns.
+        tokens: half octave of tokens for which the candidates were proposed.
+        ran: choices that this exchange has run, in an earlier window too.
+        turns: step -> its turn.
     """
 
     candidates: dict[Choice, float]
@@ -205,11 +202,11 @@ class Window:
 
     @property
     def end(self) -> int:
-        """The first step after it."""
+        """The first step after the window."""
         return self.first + self.num_steps
 
     def is_open(self, step: int) -> bool:
-        """Whether times of its turns are measured or on their way."""
+        """Whether the window runs, or times of its turns are still on their way."""
         return step < self.end + LATE and self.num_steps > 0
 
     def candidate(self, step: int) -> Choice | None:
@@ -220,22 +217,18 @@ class Window:
         return list(self.candidates)[slot % len(self.candidates)]
 
     def add(self, step: int, num_exchanges: int, tokens: int) -> None:
-        """Add a step that has ended, with its exchanges and the most tokens of any rank."""
+        """Add a step that has ended: its training exchanges and the most tokens of any rank."""
         choice = self.candidate(step)
         if choice is not None:
             counts = choice in self.ran
             self.ran.add(choice)
-            self.turns[step] = Turn(
-                choice=choice,
-                num_exchanges=num_exchanges,
-                tokens=half_octave(tokens),
-                counts=counts,
-            )
+            kind = num_exchanges, half_octave(tokens)
+            self.turns[step] = Turn(choice=choice, kind=kind, counts=counts)
 
     @property
     def kind(self) -> tuple[int, int] | None:
-        """The most frequent number of exchanges and half octave of tokens, of measured turns."""
-        kinds = Counter((turn.num_exchanges, turn.tokens) for turn in self._counted())
+        """The most frequent kind of the turns that count; of several, the largest."""
+        kinds = Counter(turn.kind for turn in self._counted())
         return max(kinds, key=lambda kind: (kinds[kind], kind), default=None)
 
     @property
@@ -243,7 +236,7 @@ class Window:
         """The least iteration of each candidate, over its turns of the most frequent kind."""
         kind, least = self.kind, dict[Choice, int]()
         for turn in self._counted():
-            if (turn.num_exchanges, turn.tokens) == kind and turn.us is not None:
+            if turn.kind == kind and turn.us is not None:
                 least[turn.choice] = min(turn.us, least.get(turn.choice, turn.us))
         return least
 
@@ -256,12 +249,17 @@ class Window:
 
     @property
     def cost(self) -> float:
-        """What the turns took beyond the winner's time, in its iterations."""
-        best = self.best
+        """Extra time of the turns over the winner's, as a number of its iterations.
+
+        Turns of another kind are left out: other exchanges take another time.
+        """
+        best, kind = self.best, self.kind
         if best is None:
             return 0.0
         least = self.measured_us[best]
-        return sum(turn.us / least - 1 for turn in self.turns.values() if turn.us)
+        return sum(
+            turn.us / least - 1 for turn in self.turns.values() if turn.us and turn.kind == kind
+        )
 
     def _counted(self) -> Iterator[Turn]:
         return (turn for turn in self.turns.values() if turn.counts and turn.us is not None)

@@ -6,6 +6,7 @@ schedule, add up the passes. The space is small, so all of it is searched.
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import blocks_for
@@ -54,7 +55,7 @@ class Selection:
         best_us = {price.chain.name: price.total_us for price in reversed(self.prices)}
         return benefit_of(self.price.chain.name, self.price.total_us, best_us, self.reason)
 
-    @property
+    @cached_property
     def reason(self) -> str:
         """Why this was selected."""
         price, fastest = self.price, self.rivals[0]

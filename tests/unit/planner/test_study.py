@@ -1,0 +1,98 @@
+"""A study as a test: candidates proposed by the costs of another cluster, judged by true prices.
+
+Each preset is taken for each other one that has as many ranks per node, in every exchange for which
+both have enough nodes: 7,228 cases. The excess is the best true price among the candidates over the
+best of all choices that the memory rule admits, which is the same on both clusters.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+from clusters import CONFIGS, preset
+
+from monta_megatron.core import Shape
+from monta_megatron.planner.choose import MOST_MEMORY, STOCK, TURNS, Planner, chains_for
+from monta_megatron.planner.layout import ParallelLayout, shapes_of
+from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.select import NUM_CHUNKS
+
+RANKS_PER_NODE = 8
+CLUSTERS = {
+    name: preset(name)
+    for name in (
+        "a100_hdr",
+        "a100_pcie_hdr",
+        "a800_2x8_ib200",
+        "a800_4x200_roce",
+        "b300_efa_p6",
+        "h100_8x_ndr",
+        "h100_efa_p5",
+        "h800_8x_ndr",
+    )
+}
+# The right GPU with a wrong network.
+SAME_GPU = ({"h100_8x_ndr", "h100_efa_p5"}, {"a800_2x8_ib200", "a800_4x200_roce"})
+TP, EP, ETP = (1, 2), (8, 16, 32, 64), (1, 2, 8)
+NUM_SLOTS = 24 // TURNS
+NUM_CASES = 7_228
+
+# (assumed cluster, true one) -> [cases] excess.
+Excess = dict[tuple[str, str], list[float]]
+
+
+def shapes() -> Iterator[Shape]:
+    """Exchanges of all models, on as few ranks as the layout needs."""
+    for path in sorted((CONFIGS / "models").glob("*.yaml")):
+        model = load_model(path)
+        for tp, ep, etp in product(TP, EP, ETP):
+            layout = ParallelLayout(world_size=math.lcm(tp, ep * etp), tp=tp, ep=ep, etp=etp)
+            # The quickstart's is a toy.
+            if path.stem != "quickstart" and layout.incompatibility(model) is None:
+                yield from shapes_of(model, layout, RANKS_PER_NODE)
+
+
+@pytest.fixture(scope="module")
+def excess() -> Excess:
+    found: Excess = {pair: [] for pair in permutations(CLUSTERS, 2)}
+    for shape in shapes():
+        candidates, prices_us = {}, {}
+        for name, cluster in CLUSTERS.items():
+            assert cluster.ranks_per_node == RANKS_PER_NODE
+            if shape.layout.num_nodes > cluster.num_nodes:
+                continue
+            planner = Planner(
+                chains=chains_for(shape.layout),
+                num_chunks=NUM_CHUNKS,
+                shape=shape,
+                cluster=cluster,
+            )
+            # Priced once: the planner keeps its selection.
+            candidates[name] = planner.candidates(shape.tokens_per_rank, NUM_SLOTS)
+            prices = planner.selection(shape.tokens_per_rank).prices
+            stock = next(price for price in prices if price.choice == STOCK)
+            prices_us[name] = {
+                price.choice: price.total_us
+                for price in prices
+                if price.peak_bytes <= MOST_MEMORY * stock.peak_bytes + 1
+            }
+        for assumed, true in permutations(candidates, 2):
+            true_us = prices_us[true]
+            best_us = min(true_us[choice] for choice in candidates[assumed])
+            found[assumed, true].append(best_us / min(true_us.values()) - 1)
+    return found
+
+
+def test_the_candidates_hold_a_choice_near_the_best(excess: Excess) -> None:
+    cases = np.concatenate(list(excess.values()))
+    assert len(cases) == NUM_CASES and cases.min() >= 0
+    assert cases.mean() <= 0.005
+    assert np.quantile(cases, 0.99) <= 0.1
+
+
+def test_a_wrong_network_costs_nothing(excess: Excess) -> None:
+    cases = np.concatenate([each for pair, each in excess.items() if set(pair) in SAME_GPU])
+    assert cases.mean() <= 0.0005
+    assert cases.max() <= 0.02
