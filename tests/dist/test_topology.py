@@ -121,7 +121,7 @@ def test_a_cluster_file_and_the_hosts(pools: Pools) -> None:
 def test_every_pipeline_stage_reports_its_choice(pools: Pools) -> None:
     """Rank 0 may be of a stage without MoE layers."""
     found = pools[4].run(reported, Case(ep=2, pp=2, options=HIERARCHICAL))
-    chain = "chain hierarchical_alltoall, 4 chunks, EP 2 x ETP 1 over 1 node: as asked for"
+    chain = "hierarchical_alltoall in 4 chunks, EP 2 x ETP 1 over 1 node: as asked for"
     assert found == [[f"monta: {chain}"], [], [f"monta, rank 2: {chain}"], []]
 
 

@@ -107,9 +107,9 @@ def _compare_counts(chain_name: str, layout_name: str, routing_map: torch.Tensor
     table = CountTable(
         chains=(CHAINS[chain_name],), layout=LAYOUTS[layout_name], num_blocks=layers.NUM_BLOCKS
     )
-    expected, _ = table.count(routing_map, agreement=5)
+    expected, _ = table.count(routing_map, head=5)
     with mock.patch.object(counts, "is_fused", lambda *_: True):
-        actual, _ = table.count(routing_map, agreement=5)
+        actual, _ = table.count(routing_map, head=5)
     assert torch.equal(actual, expected), "counts differ"
 
 

@@ -40,9 +40,9 @@ def table_of(
 
 
 def exchange(tables: list[CountTable], maps: list[torch.Tensor]) -> list[ExchangeCounts]:
-    """What every rank reads; rank r says that the ranks agree on 2**62 + r."""
+    """What every rank reads; rank r says 2**62 + r, and that it got 3 r rows."""
     counted = [
-        table.count(routing_map, 2**62 + rank)
+        table.count(routing_map, 2**62 + rank, 3 * rank)
         for rank, (table, routing_map) in enumerate(zip(tables, maps, strict=True))
     ]
     return [
@@ -58,8 +58,8 @@ def test_messages_by_hand() -> None:
     """
     table = table_of((CHAINS["hierarchical_alltoall"],), (4, 1, 2), 0, 1, 2)
     routing_map = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1]], dtype=torch.bool)
-    messages, _ = table.count(routing_map, 5 + (7 << 32))
-    head = [3, 2, 5, 7]
+    messages, _ = table.count(routing_map, 5 + (7 << 32), 11)
+    head = [3, 11, 2, 5, 7]
     # After it: to its expert, to its node, to the two ranks of its node.
     by_hand = [
         [[*head, 1, 1, 1, 1], [*head, 0, 0, 0, 0]],
@@ -95,7 +95,8 @@ def test_every_rank_reads_what_a_recorded_routing_counts(
     routing = CountedRouting(name="", routing_maps=tuple(each.numpy() for each in maps))
     for table, counts in zip(tables, exchange(tables, maps), strict=True):
         assert counts.num_tokens.tolist() == lengths
-        assert counts.hashes.tolist() == [2**62 + rank for rank in range(num_ranks)]
+        assert counts.heads.tolist() == [2**62 + rank for rank in range(num_ranks)]
+        assert counts.received_rows.tolist() == [3 * rank for rank in range(num_ranks)]
         expected = routing.max_experts_per_token if table.by_block else 0
         assert counts.max_experts_per_token == expected
         for chain in table.chains:
@@ -126,12 +127,12 @@ def test_what_512_ranks_send_a_rank_is_half_a_megabyte_at_most(name: str) -> Non
     # As large as what it sends.
     assert messages.nbytes <= 500_000
     if name == "auto":
-        assert messages.nbytes == 512 * 8 * (4 + 1 + 1 + 8) * COUNT_BYTES == 229_376
+        assert messages.nbytes == 512 * 8 * (5 + 1 + 1 + 8) * COUNT_BYTES == 245_760
 
 
 def test_sums_of_ranks_are_above_what_one_can_count() -> None:
     table = table_of((CHAINS["alltoall"],), (2, 1, 1), 0, 1, 1)
-    most = torch.full((2, 1, 5), MOST_TOKENS, dtype=torch.int32)
+    most = torch.full((2, 1, 6), MOST_TOKENS, dtype=torch.int32)
     counts = table.read(table.join(most, {"experts": most[0, :, :2]}).numpy())
     assert counts.permuted_tokens.received.sum() == 2 * MOST_TOKENS
     assert counts.permuted_tokens.sent.sum() == 2 * MOST_TOKENS

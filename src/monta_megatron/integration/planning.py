@@ -151,6 +151,7 @@ def agreed_config_of(
         "moe_monta_tune_steps": options.tune_steps,
         "moe_monta_wire_dtype": options.wire_dtype,
         "hidden_size": shape.hidden_size,
+        "num_moe_experts": config.num_moe_experts,
         "moe_router_topk": config.moe_router_topk,
         "moe_router_num_groups": config.moe_router_num_groups,
         "moe_router_group_topk": config.moe_router_group_topk,

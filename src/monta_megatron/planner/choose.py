@@ -32,8 +32,8 @@ TURNS = 3
 # The time of a step is known to all ranks after so many steps.
 LATE = 2
 MOST_CHUNKS_OF_A_CHAIN = 3
-# Largest predicted peak of memory of a candidate, as a multiple of plain alltoall's.
-MOST_MEMORY = 1.5
+# Most predicted memory of a candidate: so many times plain alltoall's, or so many bytes more.
+MOST_MEMORY, MORE_BYTES = 1.5, 1e9
 # Iterations within 1% count as equal.
 EQUAL = 1.01
 # Numbers of chunks in which a chain's experts are split.
@@ -125,7 +125,7 @@ class Planner:
         selection = self.selection(tokens)
         stock = next(price for price in selection.prices if price.choice == STOCK)
         # Hosts differ in the last bit, which a byte more makes up for.
-        most_bytes = MOST_MEMORY * stock.peak_bytes + 1
+        most_bytes = max(MOST_MEMORY * stock.peak_bytes, stock.peak_bytes + MORE_BYTES) + 1
         found, split = {STOCK: stock.total_us}, dict[Choice, float]()
         of_chain: Counter[str] = Counter()
         for price in selection.rivals:

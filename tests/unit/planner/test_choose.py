@@ -77,9 +77,9 @@ def test_stock_comes_first_then_the_best_of_each_chain_in_three_numbers(make: Ma
         assert list(make().candidates(4096, num_slots).items()) == found[:num_slots]
 
 
-def test_a_candidate_takes_at_most_half_more_memory_than_stock(make: Make) -> None:
-    """150 bytes stay, whatever their last bit; the fourth number of chunks moves up."""
-    peaks = {(HIERARCHICAL, 2): 150.0000001, (HIERARCHICAL, 4): 152.0, (DEDUP, 1): 1000.0}
+def test_a_candidate_takes_at_most_half_or_1_gb_more_memory_than_stock(make: Make) -> None:
+    """Both bounds stay, whatever their last bit; the fourth number of chunks moves up."""
+    peaks = {(HIERARCHICAL, 2): 1e9 + 100.0000001, (HIERARCHICAL, 4): 1e9 + 102, (DEDUP, 1): 2e9}
     found = make(peaks=peaks).candidates(4096, 8)
     assert list(found) == [STOCK, h(2), h(1), h(8), d(2), d(4), d(8)]
 
@@ -99,7 +99,7 @@ def test_the_last_two_split_the_experts_of_the_best_chain_of_tokens(make: Make) 
     assert list(planner.candidates(4096, 2)) == [STOCK, h(2, True)]
     assert planner.candidates(4096, 8)[h(4, True)] == 50
     # The best one that memory admits.
-    large = dict.fromkeys(((HIERARCHICAL, chunks) for chunks in NUM_CHUNKS), 1000.0)
+    large = dict.fromkeys(((HIERARCHICAL, chunks) for chunks in NUM_CHUNKS), 2e9)
     found = [STOCK, d(2), d(4), d(1), d(2, True), d(4, True)]
     assert list(make(peaks=large, splits_experts=True).candidates(4096, 8)) == found
 

@@ -556,8 +556,8 @@ def test_auto_prices_the_counts_of_every_chain() -> None:
     """
     chains = [CHAINS[name] for name in ("alltoall", "hierarchical_alltoall")]
     layout = layout_of(16, 1, 8, 64)
-    assert message_size(chains, layout, 8) == 8 * (4 + 4 + 1 + 8)
-    assert message_size(chains[:1], layout, 8) == 4 + 4
+    assert message_size(chains, layout, 8) == 8 * (5 + 4 + 1 + 8)
+    assert message_size(chains[:1], layout, 8) == 5 + 4
     # In 4 bytes each: to 7 ranks of this node, and to the 8 of the other one.
     for chain, size in (("alltoall", 8), ("hierarchical_alltoall", 8 * 17)):
         price = price_chain(shape_of(16), A800, CHAINS[chain], 4, "forward")

@@ -2,7 +2,7 @@
 
 Each preset is taken for each other one that has as many ranks per node, in every exchange for which
 both have enough nodes: 7,228 cases. The excess is the best true price among the candidates over the
-best of all choices that the memory rule admits, which is the same on both clusters.
+best of all choices.
 """
 
 import math
@@ -14,7 +14,7 @@ import pytest
 from clusters import CONFIGS, preset
 
 from monta_megatron.core import Shape
-from monta_megatron.planner.choose import MOST_MEMORY, STOCK, TURNS, Planner, chains_for
+from monta_megatron.planner.choose import TURNS, Planner, chains_for
 from monta_megatron.planner.layout import ParallelLayout, shapes_of
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.select import NUM_CHUNKS
@@ -72,12 +72,7 @@ def excess() -> Excess:
             # Priced once: the planner keeps its selection.
             candidates[name] = planner.candidates(shape.tokens_per_rank, NUM_SLOTS)
             prices = planner.selection(shape.tokens_per_rank).prices
-            stock = next(price for price in prices if price.choice == STOCK)
-            prices_us[name] = {
-                price.choice: price.total_us
-                for price in prices
-                if price.peak_bytes <= MOST_MEMORY * stock.peak_bytes + 1
-            }
+            prices_us[name] = {price.choice: price.total_us for price in prices}
         for assumed, true in permutations(candidates, 2):
             true_us = prices_us[true]
             best_us = min(true_us[choice] for choice in candidates[assumed])
