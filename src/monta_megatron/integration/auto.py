@@ -159,13 +159,13 @@ class AutoChoice(FixedChoice):
         if number <= self.step or self.by_counts:
             return
         if self._num_exchanges:
-            assert self._start is not None and self.window is not None, "training has begun"
+            assert self._start is not None, "training has begun"
             self._ended = self.step, self._start, _mark(isinstance(self._start, int))
-            self._kinds = {
-                step: kind for step, kind in self._kinds.items() if step >= self.step - LATE
-            } | {self.step: (self._num_exchanges, half_octave(self._tokens))}
-            self.window.add(self.step, *self._kinds[self.step])
+            self._kinds[self.step] = self._num_exchanges, half_octave(self._tokens)
+            if self.window is not None:
+                self.window.add(self.step, *self._kinds[self.step])
             self._tokens_before = self._tokens
+        self._kinds.pop(self.step - LATE, None)
         self._num_exchanges = self._tokens = 0
         self.step = number
         self._choose()

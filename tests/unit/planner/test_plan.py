@@ -550,7 +550,7 @@ def test_messages_of_cpu_ranks_start_together_only_between_nodes(
 
 
 def test_auto_prices_the_counts_of_every_chain() -> None:
-    """By hand, EP 16 over 2 nodes, 64 experts; to each rank a head of 4 and its 4 experts.
+    """By hand, EP 16 over 2 nodes, 64 experts; to each rank a head of 5 and its 4 experts.
 
     With the hierarchy its node and the 8 ranks there too, for each of 8 blocks.
     """
@@ -559,7 +559,7 @@ def test_auto_prices_the_counts_of_every_chain() -> None:
     assert message_size(chains, layout, 8) == 8 * (5 + 4 + 1 + 8)
     assert message_size(chains[:1], layout, 8) == 5 + 4
     # In 4 bytes each: to 7 ranks of this node, and to the 8 of the other one.
-    for chain, size in (("alltoall", 8), ("hierarchical_alltoall", 8 * 17)):
+    for chain, size in (("alltoall", 9), ("hierarchical_alltoall", 8 * 18)):
         price = price_chain(shape_of(16), A800, CHAINS[chain], 4, "forward")
         (stage,) = (each for each in price.traffic[0].stages if each.stage == "exchange of counts")
         assert stage.operation == "alltoall"
