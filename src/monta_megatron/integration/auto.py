@@ -78,11 +78,15 @@ class FixedChoice:
         """Values that all ranks of the exchange agree on in this step."""
         return self.agreed_config
 
-    def _head(self, ticks: int = 0) -> int:
-        return (hash_of(self._hashed()) & 0xFFFFFFFF) << TIME_BITS | ticks
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a window is open."""
+        return False
 
-    def _hashed(self) -> dict[str, Any]:
-        return self.agreed_now()
+    def _head(self, ticks: int = 0) -> int:
+        # Outside of a window a framework may step as it likes.
+        agreed = self.agreed_now() | ({} if self.is_measuring else {"step": None})
+        return (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
 
     def _received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
         assert self.choice is not None, "given"
@@ -141,15 +145,9 @@ class AutoChoice(FixedChoice):
         choice = None if self.choice is None else self.choice.name
         return {"step": self.step, **self.agreed_config, "choice": choice}
 
-    def _hashed(self) -> dict[str, Any]:
-        agreed = self.agreed_now()
-        # A captured exchange of counts says the same in every step; and outside of a window a
-        # framework may step as it likes.
-        return agreed if self.is_measuring else agreed | {"step": None}
-
     @property
     def is_measuring(self) -> bool:
-        """Whether a window is open."""
+        """See `FixedChoice`."""
         return self.window is not None and self.window.is_open(self.step)
 
     def enter_step(self, optimizer: Any) -> None:
@@ -280,10 +278,7 @@ class AutoChoice(FixedChoice):
         of_exchange = f"auto, exchange of ranks {ranks[0]} to {ranks[-1]}"
         best, measured_us = window.best, window.measured_us
         if best is None:
-            return (
-                f"{of_exchange}: no turn in steps {window.first} to {window.end - 1} counts, since "
-                "each candidate ran once or times were lost; the planner's pick stays"
-            )
+            return f"{of_exchange}: no turn counts, as times were lost; the planner's pick stays"
         parts = [f"{best.name} wins with {measured_us[best] / 1e3:,.2f} ms per iteration"]
         if STOCK in measured_us:
             saved = 1 - measured_us[best] / measured_us[STOCK]

@@ -26,7 +26,6 @@ from monta_megatron.exchange.collectives import (
     new_local_group,
 )
 from monta_megatron.exchange.kernel_choice import are_all_fused
-from monta_megatron.integration.calibration import PERMUTATION
 from monta_megatron.planner.calibration.fitting import Machine, make_cluster
 from monta_megatron.planner.calibration.points import (
     NUM_SIZES,
@@ -41,6 +40,7 @@ from monta_megatron.tools.calibrate.machine import (
     find_ranks_per_core,
     hardware_name,
 )
+from monta_megatron.tools.calibrate.permutation import PERMUTATION
 from monta_megatron.tools.calibrate.record import Record, partial_of
 from monta_megatron.tools.calibrate.report import Calibration
 from monta_megatron.tools.joined_ranks import join, on_first_rank
