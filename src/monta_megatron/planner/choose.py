@@ -127,7 +127,7 @@ class Planner:
             if of_chain[price.chain.name] <= MOST_CHUNKS_OF_A_CHAIN:
                 found[price.choice] = price.total_us
         most = max(num_slots - len(split), 1)
-        return dict(list(found.items())[:most]) | split
+        return dict([*list(found.items())[:most], *split.items()][: max(num_slots, 1)])
 
     def _pick(self, tokens: int) -> tuple[Choice, str]:
         if self.cluster is None:
