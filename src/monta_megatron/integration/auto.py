@@ -26,7 +26,15 @@ from monta_megatron.core import Choice
 from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.integration.optimizer_steps import call_at_steps
 from monta_megatron.integration.ranks import Report, agree
-from monta_megatron.planner.choose import LATE, STOCK, TURNS, Planner, Window, half_octave
+from monta_megatron.planner.choose import (
+    LATE,
+    MOST_MEMORY,
+    STOCK,
+    TURNS,
+    Planner,
+    Window,
+    half_octave,
+)
 
 TIME_BITS = 31
 TICK_US = 10
@@ -104,7 +112,8 @@ class AutoChoice(FixedChoice):
         report: prints a line, on the rank that reports for its pipeline stage.
 
     Attributes:
-        step: the largest number of steps of an optimizer since construction.
+        step: the largest number of steps of an optimizer since construction; one that comes later
+            takes up the count.
         window: the latest one; None before the first training exchange.
     """
 
@@ -152,7 +161,8 @@ class AutoChoice(FixedChoice):
 
     def enter_step(self, optimizer: Any) -> None:
         """An optimizer begins a step: the iteration ends, if it is the first one to do so."""
-        number = self._steps.get(optimizer, 0) + 1
+        # One that comes later, as a wrapper does when training goes on, takes up the count.
+        number = self._steps.get(optimizer, max(self.step - 1, 0)) + 1
         self._steps[optimizer] = number
         if number <= self.step or self.by_counts:
             return
@@ -193,9 +203,14 @@ class AutoChoice(FixedChoice):
 
     @property
     def _others_measure(self) -> bool:
-        """Whether a window of other layers on this exchange is open."""
+        """Whether a window of other layers is open that this exchange has run in this step.
+
+        A model that was dropped runs no more, but its layers may still be there on some ranks.
+        """
         others = (other for other in choosers() if other.group is self.group)
-        return any(other.is_measuring for other in others if other is not self)
+        return any(
+            other.is_measuring and other._num_exchanges > 0 for other in others if other is not self
+        )
 
     def _time(self, step: int, us: int) -> None:
         """The longest iteration of any rank in a step is known."""
@@ -219,7 +234,12 @@ class AutoChoice(FixedChoice):
         candidates, num_steps = dict[Choice, float](), self.num_steps
         if num_steps:
             candidates = self.planner.candidates(tokens, num_steps // TURNS)
-            num_steps *= len(candidates) > 1
+            if len(candidates) < 2:
+                num_steps = 0
+                self._report(
+                    "auto: nothing takes turns, the planner's pick runs: all other candidates need "
+                    f"more than {MOST_MEMORY} times the memory of plain alltoall, or there are none"
+                )
         self.window = window = Window(
             candidates=candidates,
             first=self.step,
@@ -356,7 +376,7 @@ def chooser_of(
     if planner.fixed is not None:
         return FixedChoice(planner.fixed, agreed_config, group)
     call_at_steps(_enter_step)
-    if any(each.step for each in choosers() if each.group is group):
+    if any(each.step or each.window for each in choosers() if each.group is group):
         # A model that was dropped may be gone on some ranks only; then all begin anew.
         gc.collect()
     key = group, hash_of(agreed_config), by_counts

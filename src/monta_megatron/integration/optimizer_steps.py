@@ -2,10 +2,12 @@
 
 Counted are calls of Megatron's outermost `step`, so a chain of optimizers makes one, and skipped
 steps and stubs count too; of the wrapper by which Megatron replays a captured step; elsewhere of
-PyTorch's optimizers.
+PyTorch's optimizers, but not of those that Megatron steps to make their states before it loads a
+checkpoint.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -37,7 +39,7 @@ def call_at_steps(function: Callable[[Any], None]) -> None:
         return counted
 
     def of_torch(optimizer: Any, *_: Any) -> None:
-        if _depth == 0:
+        if _depth == 0 and not _is_called_by("megatron.core.optimizer"):
             function(optimizer)
 
     def wrap(optimizer: Any) -> None:
@@ -50,8 +52,13 @@ def call_at_steps(function: Callable[[Any], None]) -> None:
         for each in classes:
             wrap(each)
             classes += each.__subclasses__()
+
+        def __init_subclass__(cls: Any, **kwargs: Any) -> None:
+            super(base, cls).__init_subclass__(**kwargs)
+            wrap(cls)
+
         # Those that are defined later.
-        base.__init_subclass__ = classmethod(lambda cls, **_: wrap(cls))
+        base.__init_subclass__ = classmethod(__init_subclass__)
 
     def of_graphs(module: ModuleType) -> None:
         wrapper: Any = module.OptimizerCudaGraphWrapper
@@ -60,3 +67,13 @@ def call_at_steps(function: Callable[[Any], None]) -> None:
     register_optimizer_step_pre_hook(of_torch)
     after_import("megatron.core.optimizer.optimizer", of_megatron)
     after_import("megatron.core.optimizer.optimizer_cuda_graph", of_graphs)
+
+
+def _is_called_by(package: str) -> bool:
+    """Whether a function of a package is among the callers."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if str(frame.f_globals.get("__name__")).startswith(package):
+            return True
+    return False

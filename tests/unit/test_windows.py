@@ -1,0 +1,80 @@
+"""Windows of layers that share an exchange, and of models that come one after the other."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+from monta_megatron.core import Layout, Shape
+from monta_megatron.integration import auto
+from monta_megatron.planner.choose import Planner, chains_for
+from monta_megatron.planner.cluster_file import uncalibrated
+from monta_megatron.planner.routing.expected import UniformRouting
+
+LAYOUT = Layout(ep=2, etp=1, num_local_experts=2, rank=0, nodes=(0, 1))
+SHAPE = Shape(
+    layout=LAYOUT,
+    hidden_size=32,
+    value_bytes=4,
+    prob_bytes=4,
+    routing=UniformRouting(num_experts=4, topk=2),
+    tokens_per_rank=1,
+)
+# Of two ranks that say the same.
+COUNTS: Any = SimpleNamespace(heads=np.zeros(2, np.int64), max_tokens=64, busiest_over_mean=None)
+TUNE_STEPS = 6
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChoice]:
+    """Choices of two shapes on one exchange."""
+    monkeypatch.setattr(auto, "_shared", {})
+    ranks = {"get_rank": lambda: 1, "get_group_rank": lambda *_: 1}
+    ranks["get_process_group_ranks"] = lambda _: [0, 1]
+    monkeypatch.setattr(auto, "dist", SimpleNamespace(**ranks))
+    planner = Planner(
+        chains=chains_for(LAYOUT),
+        num_chunks=(1, 2),
+        shape=SHAPE,
+        cluster=uncalibrated(LAYOUT, None),
+    )
+    group: Any = SimpleNamespace()
+    for name in ("first", "second"):
+        auto._shared[name,] = auto.AutoChoice(
+            planner, TUNE_STEPS, False, {"shape": name}, group, lambda *_: True
+        )
+    return auto.choosers()
+
+
+def train(step_of: torch.optim.Optimizer, *used: auto.AutoChoice) -> None:
+    """An iteration with a micro-batch of each."""
+    for chooser in used:
+        assert chooser.received(COUNTS, True, torch.device("cpu")) is not None
+    auto._enter_step(step_of)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+
+
+def test_layers_of_two_shapes_take_turns_one_after_the_other(two: list[auto.AutoChoice]) -> None:
+    first, second = two
+    step_of, measuring = optimizer(), []
+    for _ in range(2 * TUNE_STEPS + 4):
+        train(step_of, first, second)
+        measuring.append((first.is_measuring, second.is_measuring))
+    assert not any(all(each) for each in measuring)
+    assert first.window is not None and second.window is not None
+    assert (first.window.first, second.window.first) == (0, TUNE_STEPS + auto.LATE)
+
+
+def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChoice]) -> None:
+    """Its layers may be there still, on some ranks: the other ranks open the window now."""
+    dropped, model = two
+    train(optimizer(), dropped)
+    assert dropped.is_measuring
+    train(optimizer(), model)
+    assert model.window is not None and model.window.first == 1
