@@ -26,15 +26,7 @@ from monta_megatron.core import Choice
 from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.integration.optimizer_steps import call_at_steps
 from monta_megatron.integration.ranks import Report, agree
-from monta_megatron.planner.choose import (
-    LATE,
-    MOST_MEMORY,
-    STOCK,
-    TURNS,
-    Planner,
-    Window,
-    half_octave,
-)
+from monta_megatron.planner.choose import LATE, STOCK, TURNS, Planner, Window, half_octave
 
 TIME_BITS = 31
 TICK_US = 10
@@ -236,10 +228,7 @@ class AutoChoice(FixedChoice):
             candidates = self.planner.candidates(tokens, num_steps // TURNS)
             if len(candidates) < 2:
                 num_steps = 0
-                self._report(
-                    "auto: nothing takes turns, the planner's pick runs: all other candidates need "
-                    f"more than {MOST_MEMORY} times the memory of plain alltoall, or there are none"
-                )
+                self._report("auto: nothing takes turns: plain alltoall is the only candidate")
         self.window = window = Window(
             candidates=candidates,
             first=self.step,
