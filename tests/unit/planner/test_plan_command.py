@@ -51,13 +51,7 @@ QWEN = [
 ]
 
 
-def test_the_flags_that_pin_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *QWEN]) == 0
-    line = "flags     --moe-monta-chain hierarchical_alltoall --moe-monta-num-chunks 2"
-    assert line in capsys.readouterr().out.splitlines()
-
-
-def test_the_benefit_is_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benefit_is_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QWEN, "--json"]) == 0
     benefit = json.loads(capsys.readouterr().out)["benefit"]
     # 94 layers in 4 stages: one has 24 of them.
@@ -72,15 +66,6 @@ def test_the_benefit_is_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> 
     by_chain = {entry["chain"]: entry["predicted_us"] for entry in document["candidates"]}
     assert benefit["saved_us"] == pytest.approx(by_chain["alltoall"] - document["predicted_us"])
     assert benefit["percent"] == pytest.approx(100 * (1 - 1 / benefit["ratio"]))
-    # Twice as many tokens in a micro-batch are half as many of them.
-    assert main(["plan", *QWEN, "--global-batch-size", "512", "--tokens", "4096"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "x stock alltoall: saves" in text and "x 16 micro-batches = " in text
-
-
-def test_a_ranking_says_what_its_first_gains(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(output(capsys).split())
-    assert "Its benefit: plain alltoall is the fastest here: no gain over stock." in text
 
 
 def test_a_batch_has_to_be_shared_evenly(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,11 +94,6 @@ def test_why_not_this_chain(capsys: pytest.CaptureFixture[str]) -> None:
         assert (asked["chain"], asked["num_chunks"]) == ("hierarchical_alltoall", chunks)
         assert (asked["rejected"] is None) == (chunks == 2)
         assert (asked in plain["candidates"]) == (chunks != 16)
-    # The text begins with it.
-    assert main(["plan", *QWEN, "--chain", "alltoall"]) == 0
-    text = capsys.readouterr().out
-    assert text.splitlines()[2].startswith("alltoall in 1 chunk: ")
-    assert "2.11 times the choice's" in text
 
 
 def test_json_without_a_layout_has_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,15 +117,6 @@ def test_the_ranking_follows_the_flags(capsys: pytest.CaptureFixture[str]) -> No
     for routing in costs:
         costs[routing] = layouts("--routing", routing)[0]["predicted_us"]
     assert costs["skewed"] > costs["uniform"]
-
-
-@pytest.mark.parametrize(
-    "flags", [[], ["--ep", "8"], ["--ep", "8", "--etp", "2", "--tp", "2", "--routing", "skewed"]]
-)
-def test_the_tables_fit_80_columns(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
-    text = output(capsys, *flags)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "mixtral_8x7b on A800" in text
 
 
 def test_layout_file_under_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -179,12 +150,6 @@ def test_cluster_presets(path: Path) -> None:
     assert cluster.time_us("copy", "memory", 1e6).us < cluster.time_us("copy", "memory", 1e9).us
     inter = cluster.time_us("alltoall", "inter", 1e8, 16, 8).us
     assert inter > cluster.time_us("alltoall", "intra", 1e8, 8, 8).us
-
-
-def test_all_presets_are_there() -> None:
-    assert len(list((CONFIGS / "models").glob("*.yaml"))) == 11
-    names = {path.stem for path in (CONFIGS / "clusters").glob("*.yaml")}
-    assert {"a800_2x8_ib200", "a100_hdr", "h100_8x_ndr", "h800_8x_ndr", "gb200_nvl72"} <= names
 
 
 def test_a_layout_costs_what_its_slowest_exchange_costs() -> None:

@@ -62,21 +62,15 @@ def test_a_sweep_over_more_ranks_than_the_cluster_has_adds_nodes(
     ("words", "line"),
     [
         (["--sweep", "tp=1,2"], "--sweep: got 'tp=1,2', must be KEY=a,b,c with KEY one of"),
-        (["--sweep", "ep="], "--sweep: got 'ep=', must be KEY=a,b,c"),
-        (["--sweep", "tokens=0"], "--sweep: got '0', must be an integer >= 1"),
-        (["--sweep", "tokens=1k"], "--sweep: got tokens, must be with a layout (--ep N)"),
         (["--sweep", "ep=48"], "layout: world_size: got"),
-        (["--iteration-ms", "5"], "--iteration-ms: got 5.0, must be with a layout (--ep N)"),
         (["--ep", "16", "--iteration-ms", "5"], "--iteration-ms: given, must be with --global-ba"),
         (["--ep", "16", "--out", "{here}"], "--out: got {here}, must not exist; --force"),
-        (["--chain", "alltoall"], "--chain: got alltoall, must be with a layout (--ep N)"),
         ([*LAYOUT, "--sweep", "ep=8,16", "--out", "new"], "--out: got new, must be left out with"),
         (
             [*LAYOUT, "--inter-rate-ratio", "2", "--out", "new"],
             "--inter-rate-ratio: got 2.0, must be left out with --out",
         ),
         (["--ep", "16", "--log", "x"], "--model: got qwen3_30b_a3b, must be left out with --log"),
-        (["--ranks-per-node", "4", "--ep", "8"], "--ranks-per-node: got 4, must be with --nodes"),
         (
             ["--nodes", "2", "--ranks-per-node", "9", "--ep", "9"],
             "ranks_per_node: got 9, must be at most 8, the ranks of a node of A100",
