@@ -185,19 +185,6 @@ def test_a_job_has_its_share_of_the_interfaces() -> None:
     )
 
 
-def test_a_run_on_hosts_in_part_has_their_nodes(tmp_path: Path) -> None:
-    text = (presets.FOLDER / "runs" / "qwen3_30b_a3b.yaml").read_text()
-    run_file = tmp_path / "run.yaml"
-    text = text.replace("../models/", str(presets.FOLDER / "models") + "/")
-    run_file.write_text(text.replace("../clusters/", str(presets.FOLDER / "clusters") + "/"))
-    whole = prepare(str(run_file), [], None, dry_run=True)
-    changed = run_file.read_text().replace("ranks_per_node: 8", "ranks_per_node: 4")
-    run_file.write_text(changed)
-    part = prepare(str(run_file), [], None, dry_run=True)
-    assert whole.plan is not None and part.plan is not None
-    assert len(set(part.plan.key.nodes)) == 2 * len(set(whole.plan.key.nodes))
-
-
 def test_a_cluster_of_single_ranks_needs_no_node_link() -> None:
     whole = load_cluster("a100_hdr")
     links = tuple(link for link in whole.links if link.resource != "intra")
