@@ -13,9 +13,8 @@ from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, shape_of_model, shapes_of
+from monta_megatron.planner.layout import ParallelLayout, shape_of_model
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.training_memory import state_bytes
 from monta_megatron.tools.plan.layout_ranking import rank_layouts
 
 MIXTRAL = ["--model", str(CONFIGS / "models" / "mixtral_8x7b.yaml")]
@@ -169,27 +168,4 @@ def test_tensor_and_context_parallel_ranks_share_a_sequence() -> None:
     assert layout.incompatibility(replace(model, seq_length=16)) is None
     assert str(layout.incompatibility(replace(model, seq_length=8))).startswith(
         "tp: got 2, must divide seq-length of mixtral_8x7b (8) together with cp (4)"
-    )
-
-
-def test_what_does_not_fit_into_memory_is_no_layout() -> None:
-    model = load_model(CONFIGS / "models" / "mixtral_8x22b.yaml")
-    cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a100_hdr.yaml")
-    ranking = rank_layouts(
-        model,
-        cluster,
-        world_size=128,
-        shapes=lambda layout: shapes_of(model, layout, cluster.ranks_per_node),
-    )
-    assert all(layout.state_bytes + layout.peak_bytes <= 80e9 for layout in ranking)
-    # By hand, one rank of a world of 1: 6 bytes and 12 of optimizer for each parameter.
-    assert model.num_parameters is not None
-    assert state_bytes(model, ParallelLayout(world_size=1)) == pytest.approx(
-        model.num_parameters * 18
-    )
-    # EP 8 on 128 ranks: 1/8 of the experts, their optimizer over 16 ranks; the rest over 128.
-    experts = model.num_expert_parameters
-    dense = model.num_parameters - experts
-    assert state_bytes(model, ParallelLayout(world_size=128, ep=8)) == pytest.approx(
-        experts / 8 * (6 + 12 / 16) + dense * (6 + 12 / 128)
     )
