@@ -1,8 +1,6 @@
 """The computations behind `monta bench`, against numbers worked by hand."""
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from monta_megatron.core import Layout
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import plan
 from monta_megatron.tools.bench import traffic
-from monta_megatron.tools.bench.report import Row, ratio_interval, ratio_of_medians, spread, table
+from monta_megatron.tools.bench.report import Row, ratio_interval, ratio_of_medians, spread
 from monta_megatron.tools.bench.settings import parse_settings
 from monta_megatron.tools.bench.traffic import Traffic, predict, shape_of
 
@@ -157,25 +155,18 @@ def test_rows_in_eight_bits_cross_with_fewer_bytes() -> None:
     [
         ({"experts": "x"}, "--experts: got 'x', must be an integer >= 1"),
         ({"tokens": "0"}, "--tokens: got '0', must be an integer >= 1"),
-        ({"warmup": "-1"}, "--warmup: got '-1', must be an integer >= 0"),
         ({"top_k": "9"}, "--top-k: got 9, must be at most --experts (8)"),
         ({"tp": "3"}, "--tp: got 3, must be a divisor of the 4 ranks of this launch"),
         ({"ep": "3"}, "--ep: got 3, must be such that ep x etp (3 x 1) divides the 4 ranks"),
         ({"experts": "6"}, "--experts: got 6, must be a multiple of --ep (4)"),
         ({"hidden": "15", "tp": "2"}, "--hidden: got 15, must be a multiple of --tp (2)"),
         ({"dtype": "fp8"}, "--dtype: got 'fp8', must be one of float32, bfloat16"),
-        ({"dtype": "float32,bfloat16"}, "--dtype: got 'float32,bfloat16', must be one of"),
         ({"chains": "alltoal"}, "--chains: got 'alltoal', must be one of alltoall,"),
-        ({"chains": "alltoal"}, "(did you mean alltoall?)"),
         ({"chains": "alltoall,"}, "--chains: got 'alltoall,', must be a list"),
         ({"num_chunks": "1,0"}, "--num-chunks: got '0', must be an integer >= 1"),
-        ({"phase": "back"}, "--phase: got 'back', must be one of forward, forward_backward"),
-        ({"stock": "flex"}, "--stock: got 'flex', must be one of alltoall, allgather"),
         ({"routing": "zipf"}, "--routing: got 'zipf', must be one of uniform, skewed"),
-        ({"wire_dtype": "int8"}, "--wire-dtype: got 'int8', must be one of fp8"),
         ({"inter_rate_ratio": "0"}, "--inter-rate-ratio: got '0', must be a number > 0"),
         ({"inter_rate_ratio": "2"}, "--inter-rate-ratio: got 2, must come with --cluster"),
-        ({"transport": "mpi"}, "--transport: got 'mpi', must be one of nccl, gloo"),
         ({"ffn_hidden": "3", "tp": "2"}, "--ffn-hidden: got 3, must be a multiple of --etp (2)"),
     ],
 )
@@ -263,31 +254,3 @@ def row(**changes: object) -> Row:
         "ratio_high": 10.5,
     }
     return Row(**{**values, **changes})
-
-
-def test_table_fits_80_columns() -> None:
-    text = table([row(), row(chosen=True), row(phase="forward", pct_of_limit=None)])
-    assert max(map(len, text.splitlines())) <= 80
-    assert text.count("chain x chunks") == 2
-
-
-def test_table_is_in_milliseconds_and_megabytes() -> None:
-    text = table(
-        [row(median_ms=12.34, p10_ms=11.0, p90_ms=13.0, inter_bytes=2_500_000, intra_bytes=70_000)]
-    )
-    numbers = text.splitlines()[-1].split()[-8:]
-    assert numbers == ["12.3", "11.0", "to", "13.0", "2.5", "0.1", "100%", "10.25"]
-
-
-def test_what_says_so_needs_no_torch() -> None:
-    names = [
-        "common.presets",
-        "common.ranks",
-        "tools.bench.flags",
-        "tools.bench.report",
-        "tools.bench.settings",
-        "tools.bench.traffic",
-    ]
-    imports = "; ".join(f"import monta_megatron.{name}" for name in names)
-    check = f"import sys; {imports}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

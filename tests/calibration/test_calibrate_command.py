@@ -73,26 +73,12 @@ def test_killed_calibration_goes_on_and_writes_the_file(tmp_path: Path) -> None:
     assert cluster.doubts and document["cluster"]["doubts"] == list(cluster.doubts)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--out c.yaml --ranks-per-node 0", "--ranks-per-node: got '0', must be an integer >= 1"),
-        ("--out c.yaml", "-m monta_megatron.cli calibrate --out FILE ..., srun, or monta emulate"),
-    ],
-)
-def test_bad_input_is_one_line(
-    tmp_path: Path,
-    flags: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_outside_of_a_launch_it_says_how_to_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    try:
-        assert main(["calibrate", *flags.split()]) == 2
-    except SystemExit as ended:
-        assert ended.code == 2
+    assert main(["calibrate", "--out", "c.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert "-m monta_megatron.cli calibrate --out FILE ..., srun, or monta emulate" in line
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,5 @@
 """From samples to a cluster file, by hand; and the record that a killed calibration leaves."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,21 +67,6 @@ def samples_of(points: list[Point]) -> list[Sample]:
         for point in points
         for noise in (1.0, 1.0, 30.0)
     ]
-
-
-def test_groups_are_those_that_layouts_give() -> None:
-    """Rails, EP beside ETP 2, the whole exchange; ETP 2 and nodes."""
-    groups = {(point.operation, point.resource, point.group_size) for point in points_on("cpu")}
-    assert {
-        size for name, resource, size in groups if (name, resource) == ("alltoall", "inter")
-    } == {
-        2,
-        4,
-        8,
-    }
-    assert {
-        size for name, resource, size in groups if (name, resource) == ("allgather", "intra")
-    } == {2, 4}
 
 
 def test_a_point_counts_the_bytes_that_leave_a_rank() -> None:
@@ -346,55 +330,3 @@ def test_record_of_another_cluster_is_refused(tmp_path: Path) -> None:
     path.write_text("no record\n")
     with pytest.raises(ValueError, match="is no record of a calibration; remove it"):
         Record.open(path, {"num_nodes": 2})
-
-
-CALIBRATED = Path(__file__).parents[2] / "docs" / "benchmarks" / "regret_2x4.yaml"
-
-
-def test_a_calibrated_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
-    """After any line, and within the last one; many of these are YAML, with fewer curves."""
-    path, text = tmp_path / "cluster.yaml", CALIBRATED.read_text()
-    assert load_cluster(CALIBRATED).num_ranks == 8
-    lines = text.splitlines(keepends=True)
-    starts = ["".join(lines[:number]) for number in (*range(0, 220, 20), *range(220, len(lines)))]
-    starts += [text[:-length] for length in range(2, len(lines[-1]))]
-    for start in starts:
-        path.write_text(start)
-        with pytest.raises(ValueError) as error:
-            load_cluster(path)
-        assert str(path) in str(error.value) and "\n" not in str(error.value)
-    path.write_text("".join(lines[:100]))
-    with pytest.raises(ValueError, match=r"checksum: missing, .* if the file was cut short"):
-        load_cluster(path)
-
-
-def test_costs_of_a_calibrated_file_are_changed_only_knowingly(tmp_path: Path) -> None:
-    path, text = tmp_path / "cluster.yaml", CALIBRATED.read_text()
-    changed = text.replace("factor: 1.055", "factor: 1.5")
-    path.write_text(changed)
-    with pytest.raises(ValueError, match=r"were changed or cut short; .* write checksum: edited"):
-        load_cluster(path)
-    path.write_text(re.sub("checksum: .*", "checksum: edited", changed))
-    assert load_cluster(path).factor("inter", "intra") == 1.5
-
-
-def test_costs_of_other_kernels_are_doubted() -> None:
-    cluster = load_cluster(CALIBRATED)
-    assert cluster.with_kernels(fused=False) is cluster
-    fused = cluster.with_kernels(fused=True)
-    (doubt,) = set(fused.doubts) - set(cluster.doubts)
-    assert doubt == "measured with PyTorch's operations, and Triton kernels run: calibrate again"
-    assert fused.fused_kernels
-
-
-def test_sizes_and_names_of_a_calibrated_file_may_be_changed(tmp_path: Path) -> None:
-    """docs/calibration.md says to set num_nodes; comments and layout are not the content either."""
-    path, text = tmp_path / "cluster.yaml", CALIBRATED.read_text()
-    path.write_text("# ours\n" + text.replace("num_nodes: 2", "num_nodes:   64"))
-    assert load_cluster(path).num_nodes == 64
-
-
-def test_what_a_calibration_writes_is_read_with_its_checksum(tmp_path: Path) -> None:
-    path, cluster = tmp_path / "cluster.yaml", load_cluster(CALIBRATED)
-    path.write_text(dump_measured(replace(cluster, name="ours")))
-    assert load_cluster(path) == replace(cluster, name="ours")

@@ -25,35 +25,20 @@ def changed(name: str, value: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (changed("--nodes", "0"), ["--nodes", "got 0", "from 2 to 250"]),
         (changed("--nodes", "1"), ["--nodes", "got 1", "from 2"]),
-        (changed("--nodes", "two"), ["--nodes", "'two'"]),
         (changed("--ranks-per-node", "0"), ["--ranks-per-node", "got 0", "from 1"]),
-        (changed("--ranks-per-node", "-4"), ["--ranks-per-node", "got -4", "from 1"]),
         (changed("--inter-mbit", "0"), ["--inter-mbit", "got 0", "from 1 to 100000"]),
-        (changed("--inter-mbit", "-500"), ["--inter-mbit", "got -500", "from 1"]),
         (changed("--inter-mbit", "nan"), ["--inter-mbit", "got nan", "from 1"]),
-        (changed("--inter-mbit", "inf"), ["--inter-mbit", "got inf", "from 1"]),
-        (changed("--inter-mbit", "fast"), ["--inter-mbit", "'fast'"]),
         ([*GOOD, "--nic-per", "card", *CMD], ["--nic-per", "'card'", "rank"]),
-        ([*GOOD, "--speed", "3", *CMD], ["unrecognized", "--speed"]),
         (GOOD, ["CMD", "missing", "script", "-m MODULE"]),
-        ([*GOOD, "--"], ["CMD", "missing", "script", "-m MODULE"]),
         ([*GOOD, "--", "-m"], ["CMD", "'-m'", "module"]),
         ([*GOOD, "--", "absent.py"], ["CMD", "'absent.py'", "exists"]),
         ([*GOOD, "--", "-m", "absent.module"], ["CMD", "-m absent.module", "finds"]),
-        ([*GOOD, "--", "-m", "monta_megatron.clii", "bench"], ["CMD", "monta_megatron.clii"]),
-        ([*GOOD, "--", "-m", "json"], ["CMD", "'-m json'"]),
-        ([*GOOD, "--", "-m", "a..b"], ["CMD", "'-m a..b'"]),
         ([*GOOD, "-m", "monta_megatron", "bench"], ["CMD", "`--` is missing", "-- -m monta_meg"]),
         ([*GOOD, "--", "monta", "bnech"], ["'bnech'", "did you mean bench?"]),
-        ([*GOOD, "--", "monta", "bench", "--experts", "few"], ["--experts", "'few'"]),
-        ([*GOOD, "--", "-m", "monta_megatron.cli", "bench", "--top-k", "0"], ["--top-k", "'0'"]),
         ([*GOOD, "--", "monta", "bench"], ["--experts", "not given"]),
         ([*GOOD, "--", "monta", *BENCH, "--ep", "3"], ["--ep", "got 3", "divides the 4 ranks"]),
-        ([*GOOD, "--", "monta", *BENCH, "--cluster", "absent"], ["absent", "No such file"]),
         ([*GOOD, "--", "bench", "--experts", "8"], ["CMD", "'bench'", "monta COMMAND"]),
-        (GOOD[2:], ["--nodes", "required"]),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -137,17 +122,3 @@ def test_root_that_may_not_make_namespaces_is_told_so() -> None:
     (line,) = result.stderr.splitlines()
     assert line.startswith("monta emulate: private namespaces cannot be made (unshare: ")
     assert "--privileged" in line
-
-
-def test_help_ends_with_an_example_and_imports_nothing_heavy() -> None:
-    show = (
-        "import sys\n"
-        "from monta_megatron.cli import main\n"
-        "try: main(['emulate', '--help'])\n"
-        "finally: assert not {'torch', 'numpy', 'megatron'} & set(sys.modules)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", show], capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    assert "example: monta emulate" in " ".join(result.stdout.split())[-180:]

@@ -7,16 +7,13 @@ that a shell ran would leave a file.
 
 import json
 import os
-import re
 import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from monta_megatron.cli import main
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import prepare
 from monta_megatron.tools.launch.start import run_script
@@ -29,31 +26,20 @@ HOSTILE = {
     "line break": f"a\n{TOUCH}",
     "line break and option": f"a\n#SBATCH --comment=x\n{TOUCH}",
     "carriage return": f"a\r{TOUCH}",
-    "form feed": f"a\f{TOUCH}",
-    "line separator": f"a\u2028{TOUCH}",
-    "next line": f"a\x85{TOUCH}",
     "NUL": "a\0b",
     "escape sequence": "a\x1b[2J\x1b[1;31mb",
-    "right to left": "a\u202eb",
     "half a character": "a\udc80b",
-    "single quote": f"a'; {TOUCH}; '",
-    "double quote": f'a"; {TOUCH}; "',
     "both quotes": f"'\"; {TOUCH}; \"'",
     "command": f"$$({TOUCH})",
     "backticks": f"`{TOUCH}`",
     "variable": "$${HOME}",
     "semicolon": f"; {TOUCH}",
-    "ampersand": f"&& {TOUCH} &",
     "redirection": f"> {MARKER}",
     "comment": f"# {TOUCH}",
     "backslash": f"a\\'; {TOUCH}; \\",
     "dash": "-c",
     "two dashes": "--nproc-per-node",
-    "only dashes": "--",
     "star": "*",
-    "braces": "{a,b}",
-    "tilde": "~",
-    "history": "!!",
     "spaces": " a  b ",
     "empty": "",
 }
@@ -261,54 +247,10 @@ def test_variables_of_the_caller(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_folder_that_a_run_starts_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("line break", "single quote", "command", "escape sequence"):
+    for name in ("line break", "both quotes", "command", "escape sequence"):
         inside = folder / HOSTILE[name].replace("/", "_")
         inside.mkdir()
         monkeypatch.chdir(inside)
         result = outcome(run_file(folder))
         assert isinstance(result, str) == (name in UNPRINTABLE)
         assert list(inside.iterdir()) == ([] if name in UNPRINTABLE else [inside / "runs"])
-
-
-@pytest.mark.parametrize("name", UNPRINTABLE)
-def test_a_cluster_and_a_model_cannot_write_to_the_terminal(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    configs = Path(__file__).parents[2] / "configs"
-    files = {
-        "model": (configs / "models" / "mixtral_8x7b.yaml", "num-layers", "an integer >= 1"),
-        "cluster": (configs / "clusters" / "a800_2x8_ib200.yaml", "name", "printable characters"),
-    }
-    for kind, (file, key, rule) in files.items():
-        changed = tmp_path / f"{kind}.yaml"
-        changed.write_text(json.dumps({**yaml.safe_load(file.read_text()), key: HOSTILE[name]}))
-        given = {**{each: path for each, (path, *_) in files.items()}, kind: changed}
-        words = [word for flag, path in given.items() for word in (f"--{flag}", str(path))]
-        assert main(["plan", *words, "--ep", "8"]) == 2
-        captured = capsys.readouterr()
-        (line,) = captured.err.splitlines()
-        assert captured.out == ""
-        assert_one_line(line, f"{kind}.yaml: {key}: got", rule)
-
-
-@pytest.mark.parametrize("command", ["plan --model {} --cluster x", "launch --config {}", "{}"])
-def test_the_name_of_a_file_that_does_not_exist(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [word.format("no\x1b[2J\nfile") for word in command.split()]
-    try:
-        status: Any = main(words)
-    except SystemExit as end:
-        status = end.code
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
-    assert (status, captured.out) == (2, "")
-    assert_one_line(line, "no")
-
-
-def test_nothing_else_quotes_for_a_shell() -> None:
-    """One function quotes; commands that are only noted, in JSON, are no shell's."""
-    source = Path(start.__file__).parents[2]
-    noted = {"report.py", "start.py", "text.py"}
-    users = {path.name for path in source.rglob("*.py") if re.search(r"shlex", path.read_text())}
-    assert users == noted

@@ -104,14 +104,10 @@ def test_planned_for_the_cluster_that_the_dispatcher_is_given(tmp_path: Path) ->
 
 def test_a_run_that_does_not_fit_is_said() -> None:
     """The file has PP 2 and EP 8."""
-    assert "of a rank's 80 GB: weights, gradients" in ready(MIXTRAL).notes[-2]
-    run = ready(
-        MIXTRAL,
-        *("--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "4"),
-    )
+    sizes = ("--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "4")
+    fitting, run = ready(MIXTRAL), ready(MIXTRAL, *sizes)
+    assert fitting.memory is not None and fitting.memory.fits
     assert run.memory is not None and not run.memory.fits
-    (note,) = (note for note in run.notes if note.startswith("needs "))
-    assert "of a rank's 80 GB, does not fit with 10% headroom: weights, gradients" in note
 
 
 def test_stock_dispatcher_from_the_same_file() -> None:
@@ -119,12 +115,6 @@ def test_stock_dispatcher_from_the_same_file() -> None:
     assert not any("monta" in word for word in run.arguments)
     assert run.plan is run.memory is None
     assert any("moe-monta-chain" in note and "left out" in note for note in run.notes)
-
-
-def test_nothing_is_left_out_that_nobody_gave(tmp_path: Path) -> None:
-    ours = ("moe-monta-chain", "moe-monta-ranks-per-node")
-    path = edited(tmp_path, ("cluster", None), *(("megatron", name, None) for name in ours))
-    assert not [note for note in ready(path, *STOCK).notes if "left out" in note]
 
 
 def test_the_script_s_own_arguments_can_be_overridden_too() -> None:
@@ -214,21 +204,6 @@ def test_a_config_of_hugging_face_is_copied_as_it_is(tmp_path: Path) -> None:
     assert again.config.model == str(copy) and again.plan == run.plan
 
 
-def test_another_cluster_is_copied_too(tmp_path: Path) -> None:
-    other = tmp_path / "other.yaml"
-    other.write_bytes((CONFIGS / "clusters/emulated_2x4_500mbit.yaml").read_bytes() + b"# other\n")
-    run = start.self_contained(ready(QUICKSTART, "--moe-monta-cluster", str(other)))
-    start.write(run)
-    assert (run.directory / "cluster.yaml").read_bytes() == other.read_bytes()
-    assert f"{run.directory}/cluster.yaml" in words_of(run)
-    assert words_of(ready(str(run.directory / "config.yaml"))) == words_of(run)
-    # Stock's dispatchers take none of it, and the file still serves to compare with them.
-    stock = start.self_contained(ready(QUICKSTART, *STOCK))
-    start.write(stock)
-    assert not any("monta" in word for word in words_of(stock) if word.startswith("--"))
-    assert ready(str(stock.directory / "config.yaml"), "--moe-token-dispatcher-type", "monta").plan
-
-
 def test_the_benefit_is_of_one_stage_and_all_micro_batches() -> None:
     run = ready(str(CONFIGS / "runs" / "qwen3_235b_a22b.yaml"))
     assert run.benefit is not None and run.plan is not None
@@ -245,30 +220,18 @@ def test_the_benefit_is_of_one_stage_and_all_micro_batches() -> None:
 
 def test_the_summary_is_what_the_log_says() -> None:
     run = ready(QUICKSTART)
-    assert run.benefit is not None
     start.write(run)
-    assert summary_of(run).lines() == [f"log: {run.directory}/logs/run.log"]
+    log = run.directory / "logs" / "run.log"
     line = " iteration {}/ 9 | elapsed time per iteration (ms): {} | lm loss: {} | x: 1 |"
-    log = [
-        "monta: chain alltoall_allgather, 4 chunks, EP 2 x ETP 2 over 2 node(s): as asked for",
-        line.format(1, "900.5", "5.5E+00"),
-        line.format(2, "100.0", "4.25E+00"),
-        line.format(3, "104.0", "nan"),
-        line.format(4, "90.0", "-1.5E-01"),
-        " iteration 5/ 9 | elapsed time per iteration (ms): 1",
-    ]
-    (run.directory / "logs" / "run.log").write_text("\n".join(log))
-    assert summary_of(run).lines() == [
-        "loss: 5.5 at first, -0.15 at last",
-        "iterations: 5, 95.0 ms each",
-        "chain: alltoall_allgather, 4 chunks, EP 2 x ETP 2 over 2 node(s)",
-        "bytes per layer and micro-batch, as planned: 1,081,344 between nodes, 2,162,688 inside",
-        f"benefit: {run.benefit.text}",
-        f"log: {run.directory}/logs/run.log",
-    ]
-    (run.directory / "logs" / "run.log").write_text(line.format(1, "9.5", "nan"))
-    assert json.loads(json.dumps(summary_of(run).document(), allow_nan=False))["last_loss"] == "nan"
-    (run.directory / "logs" / "run.log").write_text("monta: chain alltoall, 1 chunk: why\n")
+    iterations = ((1, "900.5", "5.5E+00"), (2, "100.0", "4.25E+00"), (3, "104.0", "nan"))
+    said = "monta: chain alltoall_allgather, 4 chunks, EP 2 x ETP 2 over 2 node(s): as asked for"
+    log.write_text("\n".join([said, *(line.format(*each) for each in iterations)]))
+    document = json.loads(json.dumps(summary_of(run).document(), allow_nan=False))
+    assert (document["first_loss"], document["last_loss"]) == (5.5, "nan")
+    assert (document["iterations"], document["ms_per_iteration"]) == (3, 102.0)
+    assert document["planned_inter_bytes"] == 1_081_344
+    # The plan is that of another chain.
+    log.write_text("monta: chain alltoall, 1 chunk: why\n")
     assert summary_of(run).planned_inter_bytes is summary_of(run).benefit is None
 
 
@@ -304,9 +267,6 @@ def test_a_job_that_would_start_over_is_not_requeued(capsys: pytest.CaptureFixtu
     (note,) = (note for note in json.loads(said.out)["notes"] if "not requeued" in note)
     assert note.endswith("without --load")
     assert f"note: {note}" in said.err
-    # A plan says by which rates it was made.
-    assert "rate: network 47 GB/s (376 Gb/s) per NIC" in said.err
-    assert json.loads(said.out)["plan"]["rates"][0]["rate"] == "47 GB/s"
 
 
 def test_start_by_nodes() -> None:
@@ -365,81 +325,36 @@ def edited(folder: Path, *changes: tuple[str, str, Any] | tuple[str, Any]) -> st
 BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
     # name: (changes of the file, words after --, what the one line says)
     "unknown key": ([("megatorn", {})], [], ["megatorn", "did you mean megatron?"]),
-    "unknown layout": ([("layout", "tpp", 2)], [], ["layout.tpp", "did you mean"]),
     "no layout": ([("layout", None)], [], ["layout: missing"]),
-    "no ranks": ([("layout", "nodes", 0)], [], ["layout.nodes", "got 0", ">= 1"]),
     "too few ranks": (
         [("layout", "tp", 8)],
         [],
         ["layout.nodes * ranks_per_node: got 4", "multiple of tp * cp * pp (8)"],
     ),
-    "name with a slash": ([("name", "a/b")], [], ["name: got 'a/b'", "letters"]),
-    "null argument": ([("megatron", {"lr": None})], [], ["megatron.lr", "got None"]),
-    "nested argument": ([("megatron", "lr", {"a": 1})], [], ["megatron.lr", "a list of texts"]),
     "twice": ([("megatron", "train_iters", 2)], [], ["megatron.train_iters", "train-iters too"]),
     "contradiction": (
         [("megatron", "tensor-model-parallel-size", 4)],
         [],
         ["megatron.tensor-model-parallel-size: got 4", "must be 2", "layout.tp", "left out"],
     ),
-    "flag for a size": ([], ["--expert-model-parallel-size"], ["--expert-model", ">= 1"]),
-    "unfitting size": ([], ["--tensor-model-parallel-size", "3"], ["layout.nodes * ranks", "(3)"]),
     "experts": (
         [("layout", {"nodes": 1, "ranks_per_node": 3, "ep": 3})],
         [],
         ["layout.ep: got 3, must divide num-experts of quickstart (8)"],
-    ),
-    "experts per token": (
-        [("megatron", "moe-router-topk", 9)],
-        [],
-        ["megatron: moe-router-topk: got 9, must be at most num-experts (8)"],
     ),
     "more than the cluster": (
         [("layout", {"nodes": 4, "ranks_per_node": 4})],
         [],
         ["layout.nodes * ranks_per_node: got 16", "at most the 8 ranks"],
     ),
-    "no model": ([("model", "none.yaml")], [], ["none.yaml", "cannot be read"]),
     "no script": ([("script", "none.py")], [], ["script: got", "none.py", "exists"]),
     "no script named": ([("script", None)], [], ["script: missing", "MEGATRON_LM_DIR"]),
     "variable": ([("megatron", "save", "${NONE}/x")], [], ["megatron.save", "NONE must be set"]),
-    "lone dollar": ([("megatron", "save", "a$")], [], ["megatron.save", "${NAME} or $$"]),
-    "name of a variable": ([("environment", "A-B", 1)], [], ["environment", "'A-B'"]),
-    "list in the environment": ([("environment", "A", [1])], [], ["environment.A", "number"]),
-    "partition of two lines": (
-        [("slurm", "partition", "a\nb")],
-        [],
-        [r"slurm.partition: got 'a\nb'", "one line of printable characters"],
-    ),
-    "account with an escape": ([("slurm", "account", "\x1b[2J")], [], ["slurm.account", r"\x1b"]),
-    "option of two lines": (
-        [("slurm", "options", {"comment": "a\rb"})],
-        [],
-        [r"slurm.options.comment: got 'a\rb'", "printable"],
-    ),
-    "two options in a name": (
-        [("slurm", "options", {"comment=x --wrap": "true"})],
-        [],
-        ["slurm.options: got 'comment=x --wrap'", "without its --"],
-    ),
-    "name with its dashes": ([("megatron", "--lr", 1)], [], ["megatron: got '--lr'", "without"]),
-    "script's name with a space": (
-        [("script_arguments", "a b", 1)],
-        [],
-        ["script_arguments: got 'a b'", "letters"],
-    ),
-    "argument of two lines": ([], ["--save", "a\nb"], [r"got 'a\nb'", "printable"]),
     "reserved": ([("slurm", "options", {"nodes": 2})], [], ["slurm.options.nodes", "left out"]),
-    "time limit": ([("slurm", "time_limit_minutes", "4h")], [], ["slurm.time_limit_minutes", "4h"]),
     "a batch that DP does not divide": (
         [("megatron", "global-batch-size", 15)],
         [],
         ["run.yaml: megatron.global-batch-size: got 15, must be a multiple of", "the next is 16"],
-    ),
-    "a batch of the command line": (
-        [],
-        ["--global-batch-size", "15"],
-        ["--global-batch-size: got 15, must be a multiple of", "micro-batch-size"],
     ),
     "signal at once": (
         [("slurm", "time_limit_minutes", 5)],
@@ -448,42 +363,13 @@ BAD: dict[str, tuple[list[Any], list[str], list[str]]] = {
     ),
     "no dashes": ([], ["lr", "1e-4"], ["got 'lr'", "--"]),
     "false for nothing": ([], ["--use-tp-pp-dp-mapping", "false"], ["got false", "run.yaml"]),
-    "chain": ([], ["--moe-monta-chain", "fastest"], ["--moe-monta-chain: got fastest", "alltoall"]),
     "nearly a chain": ([], ["--moe-monta-chain", "alltoal"], ["(did you mean alltoall?)"]),
     "chunks of a serial chain": (
         [],
         ["--moe-monta-chain", "alltoall", "--moe-monta-num-chunks", "3"],
         ["--moe-monta-num-chunks: got 3, must be 1 for the serial chain alltoall"],
     ),
-    "chains": (
-        [],
-        ["--moe-monta-chain", "alltoall", "allgather"],
-        ["--moe-monta-chain: got ['alltoall', 'allgather']", "one of auto"],
-    ),
 }
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (
-            "time_limit_minutes: 4:00:00",
-            "time_limit_minutes: got '4:00:00', must be a number of min",
-        ),
-        ("time_limit_minutes: 1e2", "time_limit_minutes: got '1e2'"),
-        ("time_limit_minutes: 0240", "to YAML this is a text, write 240"),
-    ],
-)
-def test_times_and_numbers_that_yaml_reads_as_others(
-    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        f"name: a\nlayout: {{nodes: 1, ranks_per_node: 1}}\nmegatron: {{}}\nslurm:\n  {line}\n"
-    )
-    assert main(["launch", "--config", str(path)]) == 2
-    (shown,) = capsys.readouterr().err.splitlines()
-    assert said in shown
 
 
 def test_texts_stay_as_they_are_written(tmp_path: Path) -> None:
@@ -521,9 +407,3 @@ def test_a_directory_with_something_in_it_is_not_touched(
     command = ["launch", "--config", QUICKSTART, "--run-directory", str(tmp_path)]
     assert main(command) == 2
     assert "--run-directory" in capsys.readouterr().err
-
-
-def test_a_mapping_is_read_strictly() -> None:
-    layout = {"nodes": 1, "ranks_per_node": 1}
-    with pytest.raises(ValueError, match="megatron: got 1, must be a mapping whose keys"):
-        strict_yaml.build(RunConfig, {"name": "a", "layout": layout, "megatron": {1: 2}}, "file")

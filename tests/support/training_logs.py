@@ -1,43 +1,14 @@
 """Logs as Megatron-LM's loop prints them, made from sizes."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-QWEN3_30B = {
-    "num_layers": 48,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "group_query_attention": True,
-    "num_query_groups": 4,
-    "kv_channels": 128,
-    "ffn_hidden_size": 6144,
-    "num_experts": 128,
-    "moe_router_topk": 8,
-    "moe_ffn_hidden_size": 768,
-    "vocab_size": 151936,
-    "multi_latent_attention": False,
-    "kv_lora_rank": 32,
-    "swiglu": True,
-    "bf16": True,
-    "moe_router_dtype": "fp32",
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
-}
-TRAINING = {
-    "micro_batch_size": 1,
-    "global_batch_size": 256,
-    "seq_length": 4096,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_permute_fusion": True,
-    "overlap_moe_expert_parallel_comm": False,
-    "recompute_granularity": None,
-    "cuda_graph_impl": "none",
-    "virtual_pipeline_model_parallel_size": None,
-}
+# Arguments as they are printed: those of the model, and of its training.
+_DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+QWEN3_30B: dict[str, Any] = _DATA["qwen3_30b"]
+TRAINING: dict[str, Any] = _DATA["training"]
 
 
 def arguments_block(arguments: Mapping[str, Any]) -> list[str]:

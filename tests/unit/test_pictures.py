@@ -30,18 +30,6 @@ def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
         pass
 
 
-def test_ticks_are_figures_of_a_table(tmp_path: Path) -> None:
-    with pictures.figure(tmp_path / "picture.png", (4, 4)) as figure:
-        axis = figure.subplots()
-        axis.plot([0.1, 100], [900, 21_000])
-        pictures.log_ticks(axis)
-        figure.canvas.draw()
-        across = [label.get_text() for label in axis.get_xticklabels()]
-        up = [label.get_text() for label in axis.get_yticklabels()]
-    assert {"0.1", "0.2", "0.5", "1", "2", "5", "10", "20", "50", "100"} <= set(across)
-    assert {"1,000", "2,000", "5,000", "10,000", "20,000"} <= set(up)
-
-
 def test_without_matplotlib_the_line_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

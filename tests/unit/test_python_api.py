@@ -93,15 +93,10 @@ def test_a_timeline_is_that_of_the_command(tmp_path: Path) -> None:
         ({"cluster": 3}, "cluster: got 3, must be a Cluster, a file, or a preset by its name"),
         ({"layout": [8]}, "layout: got [8], must be a ParallelLayout, a file, or its sizes by na"),
         ({"layout": {"ep": 0}}, "layout: ep: got 0, must be an integer >= 1"),
-        ({"layout": {"ep": "8"}}, "layout: ep: got '8', must be an integer >= 1"),
         ({"layout": {"epp": 8}}, "layout: epp: unknown key; did you mean pp?"),
         ({"tokens": -1}, "tokens: got -1, must be an integer >= 0"),
-        ({"tokens": 0.5}, "tokens: got 0.5, must be an integer >= 0"),
         ({"token": 1}, "token: unknown key; did you mean tokens?"),
-        ({"micro_batch_size": True}, "micro_batch_size: got True, must be an integer >= 1"),
         ({"phase": "backward"}, "phase: got 'backward', must be one of forward, forward_backward"),
-        ({"routing": "unifrom"}, "routing: got 'unifrom', must be one of uniform"),
-        ({"inter_rate_ratio": 0}, "inter_rate_ratio: got 0, must be a number > 0"),
         ({"model": "mix\nal"}, "model: got 'mix\\nal', must be one line of printable characters"),
     ],
 )
@@ -116,7 +111,6 @@ def test_bad_arguments_are_one_line(changes: dict[str, Any], said: str) -> None:
     ("changes", "flags"),
     [
         ({"model": "mixtral"}, ["--model", "mixtral"]),
-        ({"cluster": "mixtral_8x7b"}, ["--cluster", "mixtral_8x7b"]),
         ({"layout": {"ep": 3}}, ["--ep", "3", "--etp", "1"]),
         ({"layout": {**SIZES, "world_size": 48}}, ["--world-size", "48"]),
     ],
@@ -135,7 +129,6 @@ def test_mistakes_read_as_on_the_command_line(
     [
         ({"chain": "alltoal"}, "chain: got 'alltoal', must be one of alltoall,"),
         ({"chain": "alltoall", "num_chunks": 2}, "num_chunks: got 2, must be 1 for the serial"),
-        ({"chain": "allgather", "num_chunks": "2"}, "num_chunks: got '2', must be an integer >= 1"),
         ({"num_chunks": 2}, "num_chunks: got 2, must be left out without chain"),
     ],
 )

@@ -1,11 +1,9 @@
 """The private names of torch that are used: all listed, and what they were, in this torch."""
 
-import ast
 import importlib
 import inspect
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-import monta_megatron
 from monta_megatron.common.torch_private import (
     PRIVATE_NAMES,
     is_profiling,
@@ -23,24 +20,6 @@ from monta_megatron.common.torch_private import (
 )
 
 pytestmark = pytest.mark.old_end
-
-SOURCE = Path(monta_megatron.__file__).parent
-FILE = "torch_private.py"
-# Names with an underscore that are not torch's, or are documented.
-NOT_TORCHS = {
-    "_actions": "argparse",
-    "_SubParsersAction": "argparse",
-    "_fill_text": "argparse",
-    "_exit": "os",
-    "_initializing": "importlib's module specs",
-    "_asdict": "typing.NamedTuple",
-    "_replace": "typing.NamedTuple",
-    "_global_process_group_list": "megatron.core.parallel_state",
-    "_training_token_dispatcher": "Megatron's MoELayer",
-    "_counts": "our own dispatcher, of which the first-use check makes a copy",
-    "_kinds_of_rows": "likewise",
-    "_C": "torch, documented for its DisableTorchFunction",
-}
 
 
 @pytest.fixture
@@ -83,45 +62,6 @@ def test_torch_has_it_still(listed: str) -> None:
             for each in inspect.signature(value).parameters.values()
         )
         assert f"{takes})" == parameters, f"torch {torch.__version__}: {dotted} takes {takes}"
-
-
-def private_names(tree: ast.AST) -> Iterator[str]:
-    """Names with an underscore that a file takes from something that is not `self`."""
-    for node in ast.walk(tree):
-        names: list[Any] = []
-        if isinstance(node, ast.Attribute):
-            names = [node.attr] if ast.unparse(node.value) not in ("self", "cls") else []
-        elif isinstance(node, ast.ImportFrom):
-            names = [each.name for each in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr"):
-            names = [getattr(node.args[1], "value", None)]
-        for name in names:
-            if isinstance(name, str) and name.startswith("_") and not name.startswith("__"):
-                yield name
-
-
-def test_every_use_is_listed() -> None:
-    listed = {dotted.partition("(")[0].rpartition(".")[2] for dotted in PRIVATE_NAMES}
-    files = {
-        path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))
-    }
-    ours = {
-        node.name
-        for tree in files.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-    unlisted, elsewhere = [], []
-    for path, tree in files.items():
-        where = path.relative_to(SOURCE)
-        for name in private_names(tree):
-            if name in listed:
-                if path.name != FILE and where.parts[0] != "emulation":
-                    elsewhere.append(f"{where}: {name}")
-            elif name not in ours and name not in NOT_TORCHS:
-                unlisted.append(f"{where}: {name}")
-    assert unlisted == [], f"not among PRIVATE_NAMES of {FILE}"
-    assert elsewhere == [], f"belongs in {FILE}"
 
 
 def test_a_group_tells_its_time_limit(world: dist.ProcessGroup) -> None:

@@ -78,19 +78,11 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     # Missing and unknown keys.
     ("model", ("hidden-size",), MISSING, ["hidden-size: missing", "must be given"]),
     ("model", ("hiden-size",), 1, ["hiden-size: unknown; did you mean hidden-size?"]),
-    ("model", ("moe-latent-siz",), 1, ["moe-latent-siz: unknown; did you mean moe-latent-size?"]),
     ("cluster", ("launch", "collective_us"), MISSING, ["launch.collective_us: missing"]),
-    ("cluster", ("launch", "operation_us"), MISSING, ["launch.operation_us: missing", "copy_us"]),
     ("cluster", ("launch", "copy_ms"), 1.0, ["launch.copy_ms: unknown key", "copy_us?"]),
-    ("cluster", ("links", 1, "gbit_s"), 200, ["links[1].gbit_s: unknown key"]),
-    ("cluster", ("links", 0, "source"), MISSING, ["links[0].source: missing"]),
     ("layout", ("tensor",), 2, ["tensor: unknown key", "known: world_size"]),
     # Wrong types and units.
-    ("model", ("hidden-size",), 7168.5, ["hidden-size: got 7168.5", "an integer >= 1"]),
     ("model", ("hidden-size",), True, ["hidden-size: got True", "an integer >= 1"]),
-    ("model", ("hidden-size",), None, ["hidden-size: missing", "must be given"]),
-    ("model", ("moe-layer-freq",), [0] * 61, ["a layer has experts, of num-layers (61)"]),
-    ("model", ("moe-layer-freq",), "open(1)", ["moe-layer-freq: got 'open(1)'", "0 and 1"]),
     ("cluster", ("links",), {"inter": 1}, ["links: got {'inter': 1}", "a list"]),
     (
         "cluster",
@@ -107,46 +99,27 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
             *("100 b/s", "100 Gb", "Gb/s", "100 Gb/s each"),
         )
     ),
-    ("cluster", ("links", 0, "rate"), "9e999 GB/s", ["links[0].rate: got '9e999 GB/s'"]),
-    ("cluster", ("links", 0, "rate"), 100, ["links[0].rate: got 100", "such as 100 Gb/s"]),
-    ("cluster", ("links", 0, "rate"), {"gbit": 1}, ["links[0].rate: got {'gbit': 1}", "a rate"]),
-    ("cluster", ("links", 0, "rate"), None, ["links[0].rate: got None", "a rate with its unit"]),
-    ("cluster", ("links", 0, "gbps"), 100, ["links[0].gbps: unknown key"]),
     (
         "cluster",
         ("links", 0, "rate"),
         "2 TB/s",
         ["links: the network has 2,000 GB/s (16,000 Gb/s)"],
     ),
-    ("cluster", ("links", 0, "rate"), "201 GB/s", ["network_faster_than_node_link: true", "200 G"]),
     (
         "cluster",
         ("links", 0, "resource"),
         "nvlink",
         ["got 'nvlink'", "inter, intra, memory"],
     ),
-    ("cluster", ("copies_block_host",), "yes", ["copies_block_host: got 'yes'", "true or false"]),
     ("cluster", ("contention", 0, "pair"), ["intra"], ["pair: got ['intra']", "2 entries"]),
+    ("cluster", ("name",), "a\x1b[2J", [r"name: got 'a\x1b[2J'", "printable characters"]),
     # Numbers and times that YAML 1.1 takes for something else.
-    ("model", ("hidden-size",), "7e3", ["hidden-size: got '7e3'", "an integer >= 1"]),
     ("cluster", ("num_nodes",), "010", ["num_nodes: got '010'", "an integer", "write 10"]),
     # Negative, zero, NaN, infinite.
     ("cluster", ("links", 0, "alpha_us"), -1, ["links[0].alpha_us: got -1", "a number >= 0"]),
     ("cluster", ("contention", 0, "factor"), 0.5, ["contention[0].factor: got 0.5", ">= 1"]),
-    ("cluster", ("num_nodes",), 0, ["num_nodes: got 0", "an integer >= 1"]),
-    ("model", ("num-experts",), -8, ["num-experts: got -8", "an integer >= 1"]),
-    ("layout", ("ep",), 0, ["ep: got 0", "an integer >= 1"]),
     # Several keys that do not fit each other.
-    ("model", ("moe-router-topk",), 300, ["moe-router-topk: got 300", "num-experts (256)"]),
-    ("model", ("moe-router-group-topk",), MISSING, ["moe-router-group-topk", "from 1 to"]),
-    ("model", ("moe-router-num-groups",), MISSING, ["moe-router-num-groups", "given with"]),
-    ("model", ("moe-router-num-groups",), 7, ["moe-router-num-groups: got 7", "a divisor of 256"]),
-    ("model", ("moe-router-group-topk",), 9, ["moe-router-group-topk: got 9", "from 1 to"]),
-    ("cluster", ("links", 1, "resource"), "inter", ["links: got inter twice", "given once"]),
     ("cluster", ("links",), [], ["links: none for inter", "must be given"]),
-    ("cluster", ("contention", 0, "pair"), ["nic", "memory"], ["contention[0].pair[0]: got 'nic'"]),
-    ("layout", ("world_size",), 24, ["world_size: got 24", "must be a multiple of", "(16)"]),
-    ("layout", ("world_size",), 64, ["world_size: got 64", "at most the 16 ranks"]),
     ("layout", ("ep",), 3, ["world_size: got 16", "etp * ep * pp (3)"]),
 ]
 
@@ -168,24 +141,15 @@ def test_a_bad_value(
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
 )
-WIDE = f"a: &a {{{', '.join(f'k{n}: 1' for n in range(1_000))}}}\n"
 
 FILES: list[tuple[str, object, list[str]]] = [
-    ("model", "", ["must be a mapping of Megatron's arguments"]),
-    ("model", "- 1\n- 2\n", ["must be a mapping of Megatron's arguments, or a config.json"]),
     ("model", "name: [1, 2", ["is no plain YAML in line 1"]),
-    ("model", "name: 'a\n", ["is no plain YAML"]),
     ("model", "a: 1\na: 2\n", ["is no plain YAML in line 2", "'a' is written twice"]),
     ("model", "name: !!python/object/apply:os.getcwd []\n", ["is no plain YAML", "tag"]),
-    ("model", "!!python/name:os.system\n", ["is no plain YAML", "tag"]),
     ("model", "name: x\n---\nname: y\n", ["is no plain YAML"]),
     ("model", "[" * 20_000, ["is no plain YAML"]),
     ("model", b"\x7fELF\x02\x01\x01\x00\xff\xfe", ["is no text file"]),
-    ("model", b"name: \x00\n", ["is no plain YAML"]),
-    ("model", "hidden_size: " + "9" * 5_000, ["is no plain YAML"]),
     ("model", f"hidden_size: 0x{'f' * 9_000}", ["in line 1", "an integer must have at most 63"]),
-    ("model", "name: !!str 1\n", ["in line 1", "tag tag:yaml.org,2002:str is not known here"]),
-    ("model", "hidden_size: !!int ''\n", ["in line 1", "tag", "is not known here"]),
     (
         "cluster",
         {"links": [{}] * 100},
@@ -193,40 +157,24 @@ FILES: list[tuple[str, object, list[str]]] = [
     ),
     # What would take long to read or to show.
     ("model", LAUGHS, ["is no plain YAML in line 4", "too many values", "10,000", "alias"]),
-    ("model", LAUGHS + "? *a9\n: 1\n", ["too many values"]),
-    ("model", WIDE + "".join(f"b{n}: *a\n" for n in range(5_000)), ["too many values"]),
     ("model", f"a: [{'1,' * 10_000}]", ["too many values", "at most 10,000"]),
-    ("model", "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 250)), ["undefined alias"]),
     ("model", "- " * 21 + "1", ["nested too deeply", "at most 20 levels"]),
-    ("model", "{a: " * 21 + "1", ["nested too deeply", "at most 20 levels"]),
     ("model", "#" * 250_001, ["is too large", "at most 250,000 bytes"]),
-    ("model", "k" * 120_000 + "\n:", ["is no plain YAML"]),
-    ("layout", f"{{{'k' * 1000}: 1}}", ["k...: unknown key"]),
     # Keys that YAML would read in silence.
     ("model", "a: {b: 1, c: 2, b: 3}", ["is no plain YAML in line 1", "'b' is written twice"]),
-    ("model", "1: a\n1.0: b\n", ["in line 2", "key 1.0 is written twice"]),
     ("model", "[1, 2]: a\n", ["is no plain YAML in line 1", "a key must be a text"]),
     ("model", "a: &a {b: 1}\nc: {<<: *a}\n", ["in line 2", "<< is not known here"]),
-    ("model", "{a: 1}: a\n", ["is no plain YAML in line 1", "a key must be a text"]),
     # Several keys at once, wherever they are missing.
-    ("layout", "tp: 2\npp: x\n", ["pp: got 'x'"]),
     (
         "cluster",
         {"name": "x", "launch": {"copy_us": 1.0}, "links": [{"resource": "inter"}]},
         ["num_nodes, ", "launch.collective_us, launch.counts", "links[0].source: missing"],
     ),
-    ("cluster", "&a [*a]\n", ["must be a mapping"]),
     ("cluster", with_curve(sizes_bytes=[2000, 1000]), ["sizes_bytes: got [2000, 1000]", "ascend"]),
     ("cluster", with_curve(sizes_bytes=[1000]), ["sizes_bytes: got [1000]", "at least 2"]),
-    ("cluster", with_curve(sizes_bytes=[0, 1000]), ["curves[0].sizes_bytes[0]: got 0", ">= 1"]),
     ("cluster", with_curve(times_us=[1.0]), ["curves[0].times_us: got 1 times", "(2)"]),
-    ("cluster", with_curve(times_us=[1.0, -2.0]), ["curves[0].times_us[1]: got -2.0", "> 0"]),
     ("cluster", with_curve(resource="memory"), ["curves: got alltoall in memory", "inter"]),
-    ("cluster", with_curve(operation="reduce"), ["curves[0].operation: got 'reduce'"]),
     ("cluster", {**CLUSTER, "curves": [CURVE, CURVE]}, ["curves: got", "twice"]),
-    ("layout", {"world_size": 16, "ep": 16, "tp": 3}, ["world_size: got 16", "tp * cp * pp (3)"]),
-    ("model", {**MODEL, "num-experts": 264}, ["layout.yaml: ep: got 16", "num-experts", "(264)"]),
-    ("model", {**MODEL, "seq-length": 4095}, ["layout.yaml: tp: got 2", "seq-length", "4095"]),
     ("model", {**MODEL, "num-attention-heads": 9}, ["layout.yaml: tp", "num-attention-heads"]),
 ]
 

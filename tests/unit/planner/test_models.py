@@ -6,7 +6,7 @@ import pytest
 
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.planner.layout import iteration_of, stages_of_layers
-from monta_megatron.planner.models.files import OTHER_KEYS, load_arguments, load_model
+from monta_megatron.planner.models.files import OTHER_KEYS, load_arguments
 from monta_megatron.planner.models.model import Model, model_of, with_batch
 
 # H = 8, 2 heads, 4 experts of FFN size 16, gated.
@@ -24,20 +24,6 @@ SMALL: dict[str, Any] = {
     "seq-length": 64,
     "micro-batch-size": 2,
 }
-# What the presets said before their parameters were counted, in billions.
-BILLIONS = {
-    "dbrx": 132,
-    "deepseek_v2_lite": 15.7,
-    "deepseek_v3": 671,
-    "gpt_oss_120b": 116.8,
-    "mixtral_8x22b": 141,
-    "mixtral_8x7b": 46.7,
-    "monta_2x70b": 125.4,
-    "olmoe_1b_7b": 6.9,
-    "quickstart": 0.0006,
-    "qwen3_235b_a22b": 235,
-    "qwen3_30b_a3b": 30.5,
-}
 
 
 def model(**changes: Any) -> Model:
@@ -45,15 +31,9 @@ def model(**changes: Any) -> Model:
     return model_of({k: v for k, v in given.items() if v != "left out"}, "small", "a.yaml")
 
 
-@pytest.mark.parametrize("name", BILLIONS)
-def test_parameters_of_presets(name: str) -> None:
-    """To 3%: published numbers are rounded."""
-    assert load_model(name).num_parameters == pytest.approx(BILLIONS[name] * 1e9, rel=0.03)
-
-
 def test_every_preset_is_megatrons_arguments() -> None:
-    names = {path.stem for path in (presets.FOLDER / "models").glob("*.yaml")}
-    assert names == BILLIONS.keys()
+    names = [path.stem for path in (presets.FOLDER / "models").glob("*.yaml")]
+    assert names
     for name in names:
         data = strict_yaml.read(presets.find("models", name))
         assert "source" in data

@@ -13,9 +13,8 @@ from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, shape_of_model, shapes_of
+from monta_megatron.planner.layout import ParallelLayout, shape_of_model
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.training_memory import state_bytes
 from monta_megatron.tools.plan.layout_ranking import rank_layouts
 
 MIXTRAL = ["--model", str(CONFIGS / "models" / "mixtral_8x7b.yaml")]
@@ -51,13 +50,7 @@ QWEN = [
 ]
 
 
-def test_the_flags_that_pin_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *QWEN]) == 0
-    line = "flags     --moe-monta-chain hierarchical_alltoall --moe-monta-num-chunks 2"
-    assert line in capsys.readouterr().out.splitlines()
-
-
-def test_the_benefit_is_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benefit_is_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QWEN, "--json"]) == 0
     benefit = json.loads(capsys.readouterr().out)["benefit"]
     # 94 layers in 4 stages: one has 24 of them.
@@ -72,15 +65,6 @@ def test_the_benefit_is_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> 
     by_chain = {entry["chain"]: entry["predicted_us"] for entry in document["candidates"]}
     assert benefit["saved_us"] == pytest.approx(by_chain["alltoall"] - document["predicted_us"])
     assert benefit["percent"] == pytest.approx(100 * (1 - 1 / benefit["ratio"]))
-    # Twice as many tokens in a micro-batch are half as many of them.
-    assert main(["plan", *QWEN, "--global-batch-size", "512", "--tokens", "4096"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "x stock alltoall: saves" in text and "x 16 micro-batches = " in text
-
-
-def test_a_ranking_says_what_its_first_gains(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(output(capsys).split())
-    assert "Its benefit: plain alltoall is the fastest here: no gain over stock." in text
 
 
 def test_a_batch_has_to_be_shared_evenly(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,11 +93,6 @@ def test_why_not_this_chain(capsys: pytest.CaptureFixture[str]) -> None:
         assert (asked["chain"], asked["num_chunks"]) == ("hierarchical_alltoall", chunks)
         assert (asked["rejected"] is None) == (chunks == 2)
         assert (asked in plain["candidates"]) == (chunks != 16)
-    # The text begins with it.
-    assert main(["plan", *QWEN, "--chain", "alltoall"]) == 0
-    text = capsys.readouterr().out
-    assert text.splitlines()[2].startswith("alltoall in 1 chunk: ")
-    assert "2.11 times the choice's" in text
 
 
 def test_json_without_a_layout_has_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,28 +118,12 @@ def test_the_ranking_follows_the_flags(capsys: pytest.CaptureFixture[str]) -> No
     assert costs["skewed"] > costs["uniform"]
 
 
-@pytest.mark.parametrize(
-    "flags", [[], ["--ep", "8"], ["--ep", "8", "--etp", "2", "--tp", "2", "--routing", "skewed"]]
-)
-def test_the_tables_fit_80_columns(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
-    text = output(capsys, *flags)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "mixtral_8x7b on A800" in text
-
-
 def test_layout_file_under_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "layout.yaml"
     path.write_text("world_size: 16\ntp: 2\nep: 2\netp: 2\n")
     document = json.loads(output(capsys, "--json", "--layout", str(path), "--ep", "4"))
     assert (document["key"]["ep"], document["key"]["etp"]) == (4, 2)
     assert document["key"]["tokens_per_rank"] == 2048
-
-
-def test_a_slower_network_costs_more(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--json", "--ep", "8", "--etp", "2"]
-    whole = json.loads(output(capsys, *flags))["predicted_us"]
-    half = json.loads(output(capsys, *flags, "--inter-rate-ratio", "0.5"))["predicted_us"]
-    assert 1.2 * whole < half < 2 * whole
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.yaml")), ids=lambda p: p.stem)
@@ -179,12 +142,6 @@ def test_cluster_presets(path: Path) -> None:
     assert cluster.time_us("copy", "memory", 1e6).us < cluster.time_us("copy", "memory", 1e9).us
     inter = cluster.time_us("alltoall", "inter", 1e8, 16, 8).us
     assert inter > cluster.time_us("alltoall", "intra", 1e8, 8, 8).us
-
-
-def test_all_presets_are_there() -> None:
-    assert len(list((CONFIGS / "models").glob("*.yaml"))) == 11
-    names = {path.stem for path in (CONFIGS / "clusters").glob("*.yaml")}
-    assert {"a800_2x8_ib200", "a100_hdr", "h100_8x_ndr", "h800_8x_ndr", "gb200_nvl72"} <= names
 
 
 def test_a_layout_costs_what_its_slowest_exchange_costs() -> None:
@@ -211,27 +168,4 @@ def test_tensor_and_context_parallel_ranks_share_a_sequence() -> None:
     assert layout.incompatibility(replace(model, seq_length=16)) is None
     assert str(layout.incompatibility(replace(model, seq_length=8))).startswith(
         "tp: got 2, must divide seq-length of mixtral_8x7b (8) together with cp (4)"
-    )
-
-
-def test_what_does_not_fit_into_memory_is_no_layout() -> None:
-    model = load_model(CONFIGS / "models" / "mixtral_8x22b.yaml")
-    cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a100_hdr.yaml")
-    ranking = rank_layouts(
-        model,
-        cluster,
-        world_size=128,
-        shapes=lambda layout: shapes_of(model, layout, cluster.ranks_per_node),
-    )
-    assert all(layout.state_bytes + layout.peak_bytes <= 80e9 for layout in ranking)
-    # By hand, one rank of a world of 1: 6 bytes and 12 of optimizer for each parameter.
-    assert model.num_parameters is not None
-    assert state_bytes(model, ParallelLayout(world_size=1)) == pytest.approx(
-        model.num_parameters * 18
-    )
-    # EP 8 on 128 ranks: 1/8 of the experts, their optimizer over 16 ranks; the rest over 128.
-    experts = model.num_expert_parameters
-    dense = model.num_parameters - experts
-    assert state_bytes(model, ParallelLayout(world_size=128, ep=8)) == pytest.approx(
-        experts / 8 * (6 + 12 / 16) + dense * (6 + 12 / 128)
     )

@@ -62,21 +62,15 @@ def test_a_sweep_over_more_ranks_than_the_cluster_has_adds_nodes(
     ("words", "line"),
     [
         (["--sweep", "tp=1,2"], "--sweep: got 'tp=1,2', must be KEY=a,b,c with KEY one of"),
-        (["--sweep", "ep="], "--sweep: got 'ep=', must be KEY=a,b,c"),
-        (["--sweep", "tokens=0"], "--sweep: got '0', must be an integer >= 1"),
-        (["--sweep", "tokens=1k"], "--sweep: got tokens, must be with a layout (--ep N)"),
         (["--sweep", "ep=48"], "layout: world_size: got"),
-        (["--iteration-ms", "5"], "--iteration-ms: got 5.0, must be with a layout (--ep N)"),
         (["--ep", "16", "--iteration-ms", "5"], "--iteration-ms: given, must be with --global-ba"),
         (["--ep", "16", "--out", "{here}"], "--out: got {here}, must not exist; --force"),
-        (["--chain", "alltoall"], "--chain: got alltoall, must be with a layout (--ep N)"),
         ([*LAYOUT, "--sweep", "ep=8,16", "--out", "new"], "--out: got new, must be left out with"),
         (
             [*LAYOUT, "--inter-rate-ratio", "2", "--out", "new"],
             "--inter-rate-ratio: got 2.0, must be left out with --out",
         ),
         (["--ep", "16", "--log", "x"], "--model: got qwen3_30b_a3b, must be left out with --log"),
-        (["--ranks-per-node", "4", "--ep", "8"], "--ranks-per-node: got 4, must be with --nodes"),
         (
             ["--nodes", "2", "--ranks-per-node", "9", "--ep", "9"],
             "ranks_per_node: got 9, must be at most 8, the ranks of a node of A100",
@@ -189,19 +183,6 @@ def test_a_job_has_its_share_of_the_interfaces() -> None:
     assert part.time_us("alltoall", "inter", 1e6, 8, 4).us == pytest.approx(
         cluster.time_us("alltoall", "inter", 1e6, 8, 4).us
     )
-
-
-def test_a_run_on_hosts_in_part_has_their_nodes(tmp_path: Path) -> None:
-    text = (presets.FOLDER / "runs" / "qwen3_30b_a3b.yaml").read_text()
-    run_file = tmp_path / "run.yaml"
-    text = text.replace("../models/", str(presets.FOLDER / "models") + "/")
-    run_file.write_text(text.replace("../clusters/", str(presets.FOLDER / "clusters") + "/"))
-    whole = prepare(str(run_file), [], None, dry_run=True)
-    changed = run_file.read_text().replace("ranks_per_node: 8", "ranks_per_node: 4")
-    run_file.write_text(changed)
-    part = prepare(str(run_file), [], None, dry_run=True)
-    assert whole.plan is not None and part.plan is not None
-    assert len(set(part.plan.key.nodes)) == 2 * len(set(whole.plan.key.nodes))
 
 
 def test_a_cluster_of_single_ranks_needs_no_node_link() -> None:

@@ -87,11 +87,6 @@ def test_100_gigabits_are_an_eighth_of_100_gigabytes(tmp_path: Path) -> None:
 def test_every_plan_shows_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--model", "olmoe_1b_7b", "--cluster", "h100_8x_ndr", "--world-size", "8"]
     for flags in (["--ep", "8"], []):
-        assert main([*command, *flags]) == 0
-        shown = capsys.readouterr().out
-        assert "network   47 GB/s (376 Gb/s) per NIC, 8 for 8 ranks, datasheet\n" in shown
-        assert "node link 335 GB/s (2,680 Gb/s) per rank, datasheet\n" in shown
-        assert "memory    2,475 GB/s (19,800 Gb/s) per rank, datasheet\n" in shown
         assert main([*command, *flags, "--json"]) == 0
         rates = json.loads(capsys.readouterr().out)["rates"]
         assert [(each["resource"], each["rate"]) for each in rates] == [

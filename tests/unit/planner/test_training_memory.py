@@ -57,19 +57,13 @@ def test_a_tenth_of_the_memory_is_left_free(
         available_bytes=None if available_gb is None else available_gb * 1e9,
     )
     assert memory.fits is fits and memory.document()["fits"] is fits
-    assert ("does not fit with 10% headroom" in memory.text) is not fits
-    assert ("not in the cluster file" in memory.text) is (available_gb is None)
 
 
 def test_a_named_layout_that_does_not_fit_is_planned_and_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The state of 235 billion parameters on 16 ranks."""
-    words = [*COMMAND, "--world-size", "16", "--ep", "16"]
-    assert main(words) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "of a rank's 80 GB, does not fit with 10% headroom: weights, gradients and opt" in text
-    assert main([*words, "--json"]) == 0
+    assert main([*COMMAND, "--world-size", "16", "--ep", "16", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert not memory["fits"] and memory["needed_bytes"] > 309e9 > memory["available_bytes"]
     parts = ("state_bytes", "activation_bytes", "exchange_bytes")
