@@ -106,7 +106,8 @@ def build(
 
     def bind_in_order(counts: ExchangeCounts) -> None:
         bind(counts)
-        serial._exchange = replace(serial._exchange, order=order_with_permutes_apart)
+        exchanges = serial.micro_batch.exchanges
+        exchanges[:] = [replace(each, order=order_with_permutes_apart) for each in exchanges]
 
     serial._bind = bind_in_order
     return [

@@ -35,7 +35,7 @@ NOT_PRINTED = (
     "iteration   1,394 ms",
     "iteration      monta",
     "dispatcher    ms ratio",
-    "monta: tuned over",
+    "monta: auto: 8 candidates",
     "status  what",
     " node 0, rank 0",
 )
