@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ TUNE_STEPS = 6
 def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChoice]:
     """Choices of two shapes on one exchange."""
     monkeypatch.setattr(auto, "_shared", {})
+    monkeypatch.setattr(auto, "is_usable", lambda _: True)
     ranks = {"get_rank": lambda: 1, "get_group_rank": lambda *_: 1}
     ranks["get_process_group_ranks"] = lambda _: [0, 1]
     monkeypatch.setattr(auto, "dist", SimpleNamespace(**ranks))
@@ -74,7 +76,36 @@ def test_layers_of_two_shapes_take_turns_one_after_the_other(two: list[auto.Auto
 def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChoice]) -> None:
     """Its layers may be there still, on some ranks: the other ranks open the window now."""
     dropped, model = two
-    train(optimizer(), dropped)
-    assert dropped.is_measuring
-    train(optimizer(), model)
-    assert model.window is not None and model.window.first == 1
+    step_of = optimizer()
+    train(step_of, dropped)
+    for _ in range(2):
+        assert dropped.is_measuring
+        train(step_of, model)
+    assert model.window is not None and model.window.first == 2
+
+
+def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChoice]) -> None:
+    """An actor and a critic of one shape, whose optimizers step one after the other."""
+    shared, _ = two
+    actor, critic = optimizer(), optimizer()
+    clock = iter(range(0, 10**9, 10**6))
+    with mock.patch.object(auto, "_mark", lambda _: next(clock)):
+        for _ in range(3):
+            train(critic, shared)
+            # A rollout.
+            next(clock), next(clock)
+            train(actor, shared)
+    # Of two segments, 1 ms each.
+    assert shared.step == 3 and shared._ticks == (2, 2_000 // auto.TICK_US)
+
+
+def test_a_first_turn_is_announced_once(two: list[auto.AutoChoice]) -> None:
+    """Though the steps of other layers' optimizers come before its exchanges."""
+    shared, said = two[0], list[str]()
+    shared._report = said.append  # type: ignore[assignment]
+    train(optimizer(), shared)
+    others = optimizer()
+    for _ in range(TUNE_STEPS - 1):
+        auto._enter_step(others)
+    first = [line for line in said if "is the first with" in line]
+    assert len(first) == len({line.rpartition(" with ")[2] for line in first}) == 2

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.common.rules import hash_of
+from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
 from monta_megatron.core import Choice
 from monta_megatron.exchange.counts import ExchangeCounts
@@ -132,13 +133,19 @@ class AutoChoice(FixedChoice):
         self._kinds: dict[int, tuple[int, int]] = {}
         # Most tokens in the last step that had any.
         self._tokens_before = 0
+        self._num_exchanges_before = 0
+        # From the first training exchange, in the step or after an optimizer's, to an optimizer's.
         self._start: Mark | None = None
-        self._ended: tuple[int, Mark, Mark] | None = None
+        self._segments: list[tuple[Mark, Mark]] = []
+        self._ended: tuple[int, list[tuple[Mark, Mark]]] | None = None
         # A step and its time.
         self._ticks = -1, 0
         self._num_slower = 0
         self._busiest: float | None = None
-        self._said: set[tuple[int, Choice]] = set()
+        self._announced: set[Choice | tuple[int, Choice]] = set()
+        # A group may be closed before its layers are gone.
+        self._ranks = dist.get_process_group_ranks(group)
+        self._is_first_rank = dist.get_group_rank(group, dist.get_rank()) == 0
         super().__init__(None, agreed_config, group)
 
     def agreed_now(self) -> dict[str, Any]:
@@ -153,55 +160,61 @@ class AutoChoice(FixedChoice):
 
     def enter_step(self, optimizer: Any) -> None:
         """An optimizer begins a step: the iteration ends, if it is the first one to do so."""
-        # One that comes later, as a wrapper does when training goes on, takes up the count.
+        if self._start is not None:
+            end = _mark(isinstance(self._start, int))
+            self._segments += [] if end is None else [(self._start, end)]
+            self._start = None
+        # A later one, such as the wrapper of a second call of `train`, continues the count.
         number = self._steps.get(optimizer, max(self.step - 1, 0)) + 1
         self._steps[optimizer] = number
         if number <= self.step or self.by_counts:
             return
         if self._num_exchanges:
-            assert self._start is not None, "training has begun"
-            self._ended = self.step, self._start, _mark(isinstance(self._start, int))
+            self._ended = self.step, self._segments
             self._kinds[self.step] = self._num_exchanges, half_octave(self._tokens)
             if self.window is not None:
                 self.window.add(self.step, *self._kinds[self.step])
             self._tokens_before = self._tokens
         self._kinds.pop(self.step - LATE, None)
+        self._num_exchanges_before, self._segments = self._num_exchanges, []
         self._num_exchanges = self._tokens = 0
         self.step = number
         self._choose()
 
     def _received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
         if is_training and not self.by_counts:
+            if self._start is None:
+                self._start = _mark(device.type != "cuda")
             if self._num_exchanges == 0:
-                self._begin(counts, device)
+                self._begin(counts)
             self._num_exchanges += 1
             self._tokens = max(self._tokens, counts.max_tokens)
             self._busiest = counts.busiest_over_mean or self._busiest
         return self.choice or self._pick(counts.max_tokens)
 
-    def _begin(self, counts: ExchangeCounts, device: torch.device) -> None:
-        """The first training exchange of a step: times arrive, and the clock starts."""
+    def _begin(self, counts: ExchangeCounts) -> None:
+        """The first training exchange of a step: times arrive."""
         ticks = counts.heads & (1 << TIME_BITS) - 1
         if ticks.all():
             self._time(self.step - LATE, int(ticks.max()) * TICK_US)
         # The device has done that step: the host has waited for counts after it.
         if self._ended is not None:
-            number, start, end = self._ended
-            self._ticks, self._ended = (number, _ticks_between(start, end)), None
-        self._start = _mark(device.type != "cuda")
+            number, segments = self._ended
+            self._ticks, self._ended = (number, _ticks_of(segments)), None
         if self.window is None and not self._others_measure:
             self._open(counts.max_tokens)
             self._choose()
 
     @property
     def _others_measure(self) -> bool:
-        """Whether a window of other layers is open that this exchange has run in this step.
+        """Whether other layers of this exchange have a window that is open.
 
-        A model that was dropped runs no more, but its layers may still be there on some ranks.
+        Only if they have run lately: those of a dropped model may still be there on some ranks.
         """
-        others = (other for other in choosers() if other.group is self.group)
         return any(
-            other.is_measuring and other._num_exchanges > 0 for other in others if other is not self
+            other.is_measuring and other._num_exchanges + other._num_exchanges_before > 0
+            for other in choosers()
+            if other.group is self.group and other is not self
         )
 
     def _time(self, step: int, us: int) -> None:
@@ -228,7 +241,7 @@ class AutoChoice(FixedChoice):
             candidates = self.planner.candidates(tokens, num_steps // TURNS)
             if len(candidates) < 2:
                 num_steps = 0
-                self._report("auto: nothing takes turns: plain alltoall is the only candidate")
+                self._report(f"{self._where}: no turns, plain alltoall is the only candidate")
         self.window = window = Window(
             candidates=candidates,
             first=self.step,
@@ -243,8 +256,8 @@ class AutoChoice(FixedChoice):
         if num_steps:
             pick, why = self.planner.pick(tokens)
             self._report(
-                f"auto: {counted(len(candidates), 'candidate')} take turns in steps {self.step} "
-                f"to {window.end - 1}; the planner's pick is {pick.name}: {why}"
+                f"{self._where}: {counted(len(candidates), 'candidate')} take turns in steps "
+                f"{self.step} to {window.end - 1}; the planner's pick is {pick.name}: {why}"
             )
         return window
 
@@ -264,7 +277,8 @@ class AutoChoice(FixedChoice):
         self.choice = window.candidate(self.step)
         if self.choice is None:
             self.choice = self._after_turns(window)
-        elif self.choice not in window.ran:
+        elif self.choice not in window.ran | self._announced:
+            self._announced.add(self.choice)
             self._report(f"auto: step {self.step} is the first with {self.choice.name}")
         step, ticks = self._ticks
         self.head = self._head(ticks if step == self.step - LATE else 0)
@@ -275,23 +289,24 @@ class AutoChoice(FixedChoice):
             if not self.is_measuring:
                 self._is_decided = True
                 # Each exchange has its own.
-                Report(dist.get_group_rank(self.group, dist.get_rank()) == 0)(self._result(window))
+                Report(self._is_first_rank)(self._result(window))
         tokens = half_octave(self._tokens_before)
         measured = window.tokens if window.kind is None else window.kind[1]
         is_near = measured <= 2 * tokens <= 4 * measured
-        return self._winner if self._winner is not None and is_near else self._pick(tokens)
+        if self._winner is None:
+            return self._pick(tokens)
+        return self._winner if is_near else self._pick(tokens, self._winner.splits_experts)
 
     def _result(self, window: Window) -> str:
         """The result of a window as one line."""
-        ranks = dist.get_process_group_ranks(self.group)
-        of_exchange = f"auto, exchange of ranks {ranks[0]} to {ranks[-1]}"
+        of_exchange = f"auto, exchange of ranks {', '.join(map(str, self._ranks))}"
         best, measured_us = window.best, window.measured_us
         if best is None:
             return f"{of_exchange}: no turn counts, as times were lost; the planner's pick stays"
         parts = [f"{best.name} wins with {measured_us[best] / 1e3:,.2f} ms per iteration"]
-        if STOCK in measured_us:
+        if STOCK in measured_us and best != STOCK:
             saved = 1 - measured_us[best] / measured_us[STOCK]
-            parts[0] += f", {saved:.1%} less than plain alltoall"
+            parts[0] += f", {abs(saved):.1%} {'more' if saved < 0 else 'less'} than plain alltoall"
         parts.append(f"turns cost {window.cost:.1f} iterations")
         if self._busiest is not None:
             parts.append(f"the busiest rank receives {self._busiest:.2f} times the mean")
@@ -304,14 +319,26 @@ class AutoChoice(FixedChoice):
         parts.append(f"us predicted and ms measured: {'; '.join(candidates)}")
         return f"{of_exchange}: {'; '.join(parts)}"
 
-    def _pick(self, tokens: int) -> Choice:
-        """The planner's pick, said once."""
-        choice, why = self.planner.pick(tokens)
+    def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
+        """The planner's pick, said once.
+
+        Args:
+            tokens: of a rank at most.
+            splits_experts: False where turns have shown that splitting loses.
+        """
+        choice, why = self.planner.pick(tokens, splits_experts)
         key = half_octave(tokens), choice
-        if key not in self._said:
-            self._said.add(key)
-            self._report(f"{choice.name}: {why}")
+        if key not in self._announced:
+            self._announced.add(key)
+            self._report(f"{self._where}: {choice.name}, {why}")
         return choice
+
+    @property
+    def _where(self) -> str:
+        assert self.planner.shape is not None, "priced"
+        layout = self.planner.shape.layout
+        nodes = counted(layout.num_nodes, "node")
+        return f"auto, EP {layout.ep} x ETP {layout.etp} over {nodes}"
 
 
 def flags_of(choice: Choice) -> str:
@@ -320,24 +347,29 @@ def flags_of(choice: Choice) -> str:
     return flags + " --moe-monta-overlap-experts" * choice.splits_experts
 
 
-def _mark(on_host: bool) -> Mark:
+def _mark(on_host: bool) -> Mark | None:
+    """None while a CUDA graph is captured, to which an event would belong."""
     if on_host:
         return time.perf_counter_ns()
+    if torch.cuda.is_current_stream_capturing():
+        return None
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def _ticks_between(start: Mark, end: Mark) -> int:
-    """At least 1; 0 where the device has not come to the end."""
-    if isinstance(start, int) or isinstance(end, int):
-        assert isinstance(start, int) and isinstance(end, int), "one clock"
-        us = (end - start) / 1e3
-    elif end.query():
-        us = start.elapsed_time(end) * 1e3
-    else:
-        return 0
-    return min(max(round(us / TICK_US), 1), (1 << TIME_BITS) - 1)
+def _ticks_of(segments: list[tuple[Mark, Mark]]) -> int:
+    """At least 1; 0 where the device has not come to an end, or where there is none."""
+    us = 0.0
+    for start, end in segments:
+        if isinstance(start, int) or isinstance(end, int):
+            assert isinstance(start, int) and isinstance(end, int), "one clock"
+            us += (end - start) / 1e3
+        elif end.query():
+            us += start.elapsed_time(end) * 1e3
+        else:
+            return 0
+    return min(max(round(us / TICK_US), 1), (1 << TIME_BITS) - 1) if segments else 0
 
 
 # One for all layers of a shape on an exchange; it goes with the last of them.
@@ -378,4 +410,6 @@ def chooser_of(
 
 def _enter_step(optimizer: Any) -> None:
     for chooser in choosers():
-        chooser.enter_step(optimizer)
+        # Layers from before a restart in this process may not be gone yet, but their groups are.
+        if is_usable(chooser.group):
+            chooser.enter_step(optimizer)

@@ -217,8 +217,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             # A graph has replayed the preprocessing, without its Python.
             self.micro_batch = self._new_micro_batch()
         batch, lists = self.micro_batch, None
-        if batch.has_topk and not batch.exchanges and self._rows == "tokens":
-            # The device makes them while the counts travel.
+        if batch.has_topk and self._rows == "tokens":
+            # The device makes them while the counts travel. A recomputation makes them too, though
+            # it may know its choice before the counts, and the forward pass did not.
             lists = self._lists(permuted_probs, self.config.moe_router_topk)
         self._maybe_dtoh_and_synchronize("before_ep_alltoall")
         rows, probs, ids = self._columns(permutated_local_input_tokens, permuted_probs, lists)
@@ -322,12 +323,15 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 return tokens.clone(), probs.clone()
             return tokens, probs
         self.hidden_shape_before_permute = tokens.shape
-        by_map = demands_order(self.config)
+        by_map, num_out_tokens = demands_order(self.config), self.num_out_tokens
+        if self.micro_batch.has_topk and not self.drop_and_pad:
+            # The same before and after the counts are known.
+            num_out_tokens = len(tokens) * self.config.moe_router_topk
         rows, row_probs, permutation, *more = stock.permute(
             tokens,
             self.routing_map,
             probs=probs,
-            num_out_tokens=self.num_out_tokens,
+            num_out_tokens=num_out_tokens,
             fused=self.config.moe_permute_fusion,
             drop_and_pad=self.drop_and_pad,
             **({"return_batch_invariant_inverse_map": True} if by_map else {}),

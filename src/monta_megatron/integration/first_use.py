@@ -16,12 +16,13 @@ Notation: S = ranks of the exchange, T = tokens of a rank, E = experts, K = expe
 hidden size, N = rows, X = experts of a source row: K of a token, 1 of a permuted token.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
 from operator import add
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
 from monta_megatron.exchange.counts import CountTable, naming_failure
+from monta_megatron.exchange.errors import ExchangeError
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.monitor import Monitor
@@ -51,8 +53,8 @@ BY_EXPERT, BY_ETP_RANK = slice(3, None, 8), slice(7, None, 8)
 # token's, which ascend, and the expert.
 SOURCE, TOKEN, PLACE, EXPERT = range(4)
 
-# Layout, chain and number of chunks that have passed on a group.
-_passed: set[tuple[dist.ProcessGroup, Layout, str, int]] = set()
+# What has passed on a group.
+_passed: WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = WeakKeyDictionary()
 
 
 class SelfCheckError(RuntimeError):
@@ -98,24 +100,27 @@ class FirstUse:
         Raises:
             SelfCheckError: there is a difference on a rank, or the round trip failed.
         """
-        key = self.group, self.layout, self.chain.name, self.num_chunks
-        if key in _passed:
+        passed = _passed.setdefault(self.group, set())
+        rows = self.hidden_size, self.dtype, self.prob_dtype, self.topk
+        key = self.layout, self.chain.name, self.num_chunks, *rows, self.kernels, self.quantized
+        if key in passed:
             return
         chunks = counted(self.num_chunks, "chunk")
         what = f"moe_monta_check: chain {self.chain.name} in {chunks}"
         advice = "Report it, and train with moe_token_dispatcher_type alltoall"
+        if is_fused(self.kernels, self.device.type):
+            advice += " or moe_monta_kernels torch"
         try:
-            if is_fused(self.kernels, self.device.type):
-                advice += " or moe_monta_kernels torch"
-            with torch.no_grad():
+            # Whatever a trainer's default device is.
+            with torch.no_grad(), torch.device("cpu"):
                 for difference in self._differences():
                     end_if_any(difference, self.group, what, advice)
-        except SelfCheckError:
+        except (SelfCheckError, ExchangeError):
             raise
         except Exception as error:
             failure = f"the round trip failed: {type(error).__name__}: {error}"
             raise SelfCheckError(f"{what}: {failure}. {advice}") from error
-        _passed.add(key)
+        passed.add(key)
 
     def _differences(self) -> Iterator[str]:
         """The first difference on this rank, or "": of the counts, then of the four passes."""
@@ -232,8 +237,10 @@ class FirstUse:
         ]
 
     def _wide(self, values: torch.Tensor) -> torch.Tensor:
-        """[N, any number] -> [N, H]: the same values again and again."""
-        index = torch.arange(self.hidden_size, device=self.device) % values.shape[1]
+        """[N, any number] -> [N, H]: the same values again and again, beside the order columns."""
+        keeps = torch.ones(self.hidden_size, dtype=torch.int64)
+        keeps[BY_EXPERT] = keeps[BY_ETP_RANK] = 0
+        index = ((keeps.cumsum(0) - 1).clamp(min=0) % values.shape[1]).to(self.device)
         return values.to(self.device, self.dtype).index_select(1, index)
 
     def _times(self, rows: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:

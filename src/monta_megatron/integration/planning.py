@@ -150,6 +150,7 @@ def agreed_config_of(
         **planner.agreed_config(),
         "moe_monta_tune_steps": options.tune_steps,
         "moe_monta_wire_dtype": options.wire_dtype,
+        "moe_monta_check": options.check,
         "hidden_size": shape.hidden_size,
         "num_moe_experts": config.num_moe_experts,
         "moe_router_topk": config.moe_router_topk,

@@ -24,6 +24,7 @@ from monta_megatron.core import Choice, Layout, Shape
 from monta_megatron.planner.cluster import Cluster
 
 if TYPE_CHECKING:
+    from monta_megatron.planner.chain_price import ChainPrice
     from monta_megatron.planner.select import Selection
 
 STOCK = Choice(chain="alltoall", num_chunks=1)
@@ -98,13 +99,22 @@ class Planner:
             config["hash of the costs"] = hash_of({"costs": repr(self.cluster)})
         return config
 
-    def pick(self, tokens: int) -> tuple[Choice, str]:
-        """The planner's own choice for at most so many tokens per rank, and the reason."""
+    def pick(self, tokens: int, splits_experts: bool = True) -> tuple[Choice, str]:
+        """The planner's own choice for at most so many tokens per rank, and the reason.
+
+        Args:
+            tokens: of a rank.
+            splits_experts: False where measured turns have shown that it does not pay.
+        """
         selection = self.selection(tokens)
+        allowed = self._allowed(selection)
         price, reason = selection.price, selection.reason
-        choice = price.choice
-        if self.splits_experts:
-            price = next(each for each in selection.rivals if each.chain.rows == "tokens")
+        if price.choice not in [each.choice for each in allowed]:
+            price = allowed[0]
+            reason = f"the fastest within {MOST_MEMORY:g} times the memory of alltoall"
+        choice, of_tokens = price.choice, [each for each in allowed if each.chain.rows == "tokens"]
+        if self.splits_experts and splits_experts and of_tokens:
+            price = of_tokens[0]
             choice = self._choice(price.chain.name, max(SPLITS))
             reason = f"without its experts, as {price.name}, the fastest chain of tokens"
         assert self.cluster is not None, "one choice is given"
@@ -123,13 +133,11 @@ class Planner:
         split; they have the prediction of the chain without its experts.
         """
         selection = self.selection(tokens)
-        stock = next(price for price in selection.prices if price.choice == STOCK)
-        # Hosts differ in the last bit, which a byte more makes up for.
-        most_bytes = max(MOST_MEMORY * stock.peak_bytes, stock.peak_bytes + MORE_BYTES) + 1
+        stock = self._stock(selection)
         found, split = {STOCK: stock.total_us}, dict[Choice, float]()
         of_chain: Counter[str] = Counter()
-        for price in selection.rivals:
-            if price.choice == STOCK or price.peak_bytes > most_bytes:
+        for price in self._allowed(selection):
+            if price.choice == STOCK:
                 continue
             if self.splits_experts and price.chain.rows == "tokens" and not split:
                 choices = (self._choice(price.chain.name, number) for number in SPLITS)
@@ -139,6 +147,16 @@ class Planner:
                 found[price.choice] = price.total_us
         rest = islice(found.items(), max(num_slots - len(split), 1))
         return dict(islice((dict(rest) | split).items(), num_slots))
+
+    def _stock(self, selection: "Selection") -> "ChainPrice":
+        return next(price for price in selection.prices if price.choice == STOCK)
+
+    def _allowed(self, selection: "Selection") -> "list[ChainPrice]":
+        """Those that are not too large beside plain alltoall, the fastest first."""
+        stock_bytes = self._stock(selection).peak_bytes
+        # Hosts differ in the last bit, which a byte more makes up for.
+        most_bytes = max(MOST_MEMORY * stock_bytes, stock_bytes + MORE_BYTES) + 1
+        return [price for price in selection.rivals if price.peak_bytes <= most_bytes]
 
     def selection(self, tokens: int) -> "Selection":
         """The prices of everything allowed, for at most so many tokens per rank."""

@@ -115,6 +115,11 @@ class Candidate:
         return CHAINS[self.dispatcher.choice.chain].rows
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the planner and turns choose."""
+        return self.kind == "monta" and self.requested == AUTO
+
+    @property
     def is_baseline(self) -> bool:
         """Whether the others may be compared with this one; the first that is so is taken."""
         return self.kind == "megatron" and self.requested == "alltoall"

@@ -56,7 +56,7 @@ MICRO_BATCHES = 4
 
 
 class Optimizer:
-    """Stands for that of a training, whose steps count."""
+    """Key by which a chooser counts the steps of a training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +183,17 @@ class Bench:
             )
         return rows
 
-    def tune(self) -> None:
-        """Let the candidates of `auto` take turns, as in a training; the winner stays."""
+    def check(self, candidates: list[Candidate]) -> None:
+        """Compare candidates with stock's; raises MismatchError."""
+        wrong = check_candidates(candidates, self.layout, self.task.settings.wire_dtype)
+        if wrong:
+            raise MismatchError("\n".join(wrong))
+
+    def tune(self) -> int:
+        """Let the candidates of `auto` take turns, as in a training; in how many steps."""
         num_steps = self.task.settings.tune_steps
         for candidate in self.candidates:
-            if not num_steps or candidate.requested != AUTO or candidate.overlaps:
+            if not num_steps or not candidate.is_auto or candidate.overlaps:
                 continue
             chooser, optimizer = candidate.dispatcher.chooser, Optimizer()
             assert isinstance(chooser, AutoChoice), "it chooses"
@@ -200,6 +206,7 @@ class Bench:
                     run_candidate(candidate, identity_experts, backward=True)
                 chooser.enter_step(optimizer)
                 self.task.progress.step()
+        return num_steps
 
     def _limit_ms(self, backward: bool) -> float | None:
         """The least time that the links between nodes allow; None if unknown or nothing crosses."""
@@ -359,11 +366,10 @@ def _run_benchmark(
         )
     bench = prepare(task, device, makes_groups, build)
     task.progress.phase(f"{task.name}checks of {counted(len(bench.candidates), 'dispatcher')}", 0)
-    wrong = check_candidates(bench.candidates, bench.layout, settings.wire_dtype)
-    if wrong:
-        raise MismatchError("\n".join(wrong))
-
-    bench.tune()
+    bench.check(bench.candidates)
+    if bench.tune():
+        # What has won may not have run before.
+        bench.check([each for each in bench.candidates if each.is_baseline or each.is_auto])
     scopes: dict[str, Experts] = {"exchange": identity_experts}
     if settings.layer:
         if settings.expert_ms is None:
