@@ -159,3 +159,9 @@ class Choice:
         """For messages: "hierarchical_alltoall in 4 chunks"."""
         chunks = "1 chunk" if self.num_chunks == 1 else f"{self.num_chunks} chunks"
         return f"{self.chain} in {chunks}{' with their experts' * self.splits_experts}"
+
+    @property
+    def flags(self) -> str:
+        """The arguments of a training that pin it."""
+        flags = f"--moe-monta-chain {self.chain} --moe-monta-num-chunks {self.num_chunks}"
+        return flags + " --moe-monta-overlap-experts" * self.splits_experts

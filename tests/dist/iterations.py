@@ -172,11 +172,10 @@ def clock_of(us_of_choice: dict[str, float], model: Model) -> Iterator[None]:
     """Let an iteration take what its choice takes, and no time otherwise."""
     from monta_megatron.integration import auto
 
-    def ticks(*_: Any) -> int:
-        name = model.exchanges[-1][2]
-        return round(us_of_choice.get(name, 1000.0) / auto.TICK_US)
+    def us(*_: Any) -> float:
+        return us_of_choice.get(model.exchanges[-1][2], 1000.0)
 
-    with mock.patch.object(auto, "_ticks_between", ticks):
+    with mock.patch.object(auto, "us_of", us):
         yield
 
 

@@ -62,7 +62,9 @@ def test_the_planners_pick_is_said_once(pools: Pools) -> None:
     said, *others = pools[4].run(reported_in_steps, case)
     no_turns, pick = said
     assert no_turns.startswith("monta: auto: nothing takes turns, the planner's pick runs: ")
-    assert re.match(r"monta: \w+ in \d chunks?: planned on .+ for up to 4,096 tokens", pick)
+    assert re.match(
+        r"monta: auto, .+ nodes: \w+ in \d chunks?, planned on .+ for up to 4,096 tokens", pick
+    )
     assert others == [[]] * 3
 
 

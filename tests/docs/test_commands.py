@@ -35,7 +35,7 @@ NOT_PRINTED = (
     "iteration   1,394 ms",
     "iteration      monta",
     "dispatcher    ms ratio",
-    "monta: auto: 8 candidates",
+    "monta: auto, EP 8",
     "status  what",
     " node 0, rank 0",
 )

@@ -13,8 +13,7 @@ that evaluates alone, holds nobody up.
 """
 
 import gc
-import time
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -25,9 +24,10 @@ from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
 from monta_megatron.core import Choice
 from monta_megatron.exchange.counts import ExchangeCounts
+from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
 from monta_megatron.integration.ranks import Report, agree
-from monta_megatron.planner.choose import LATE, STOCK, TURNS, Planner, Window, half_octave
+from monta_megatron.planner.choose import LATE, TURNS, Planner, Window, half_octave
 
 TIME_BITS = 31
 TICK_US = 10
@@ -35,9 +35,6 @@ TICK_US = 10
 STEPS_TO_SECOND = 1000
 # Iterations in a row that take so many times what the winner's turns took are worth a line.
 SLOWER, NUM_SLOWER = 1.3, 20
-
-# An event of a device, or nanoseconds of the host's clock.
-Mark: TypeAlias = torch.cuda.Event | int
 
 
 class FixedChoice:
@@ -135,9 +132,8 @@ class AutoChoice(FixedChoice):
         self._tokens_before = 0
         self._num_exchanges_before = 0
         # From the first training exchange, in the step or after an optimizer's, to an optimizer's.
-        self._start: Mark | None = None
-        self._segments: list[tuple[Mark, Mark]] = []
-        self._ended: tuple[int, list[tuple[Mark, Mark]]] | None = None
+        self._clock = IterationClock()
+        self._ended: tuple[int, list[Segment]] | None = None
         # A step and its time.
         self._ticks = -1, 0
         self._num_slower = 0
@@ -160,31 +156,28 @@ class AutoChoice(FixedChoice):
 
     def enter_step(self, optimizer: Any) -> None:
         """An optimizer begins a step: the iteration ends, if it is the first one to do so."""
-        if self._start is not None:
-            end = _mark(isinstance(self._start, int))
-            self._segments += [] if end is None else [(self._start, end)]
-            self._start = None
+        self._clock.stop()
         # A later one, such as the wrapper of a second call of `train`, continues the count.
         number = self._steps.get(optimizer, max(self.step - 1, 0)) + 1
         self._steps[optimizer] = number
         if number <= self.step or self.by_counts:
             return
+        segments = self._clock.take()
         if self._num_exchanges:
-            self._ended = self.step, self._segments
+            self._ended = self.step, segments
             self._kinds[self.step] = self._num_exchanges, half_octave(self._tokens)
             if self.window is not None:
                 self.window.add(self.step, *self._kinds[self.step])
             self._tokens_before = self._tokens
         self._kinds.pop(self.step - LATE, None)
-        self._num_exchanges_before, self._segments = self._num_exchanges, []
+        self._num_exchanges_before = self._num_exchanges
         self._num_exchanges = self._tokens = 0
         self.step = number
         self._choose()
 
     def _received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
         if is_training and not self.by_counts:
-            if self._start is None:
-                self._start = _mark(device.type != "cuda")
+            self._clock.start(device)
             if self._num_exchanges == 0:
                 self._begin(counts)
             self._num_exchanges += 1
@@ -194,13 +187,14 @@ class AutoChoice(FixedChoice):
 
     def _begin(self, counts: ExchangeCounts) -> None:
         """The first training exchange of a step: times arrive."""
-        ticks = counts.heads & (1 << TIME_BITS) - 1
-        if ticks.all():
-            self._time(self.step - LATE, int(ticks.max()) * TICK_US)
+        times = counts.heads & (1 << TIME_BITS) - 1
+        if times.all():
+            self._time(self.step - LATE, int(times.max()) * TICK_US)
         # The device has done that step: the host has waited for counts after it.
         if self._ended is not None:
-            number, segments = self._ended
-            self._ticks, self._ended = (number, _ticks_of(segments)), None
+            step, segments = self._ended
+            ticks = round((us_of(segments) or 0) / TICK_US)
+            self._ticks, self._ended = (step, min(ticks, (1 << TIME_BITS) - 1)), None
         if self.window is None and not self._others_measure:
             self._open(counts.max_tokens)
             self._choose()
@@ -299,25 +293,13 @@ class AutoChoice(FixedChoice):
 
     def _result(self, window: Window) -> str:
         """The result of a window as one line."""
-        of_exchange = f"auto, exchange of ranks {', '.join(map(str, self._ranks))}"
-        best, measured_us = window.best, window.measured_us
-        if best is None:
-            return f"{of_exchange}: no turn counts, as times were lost; the planner's pick stays"
-        parts = [f"{best.name} wins with {measured_us[best] / 1e3:,.2f} ms per iteration"]
-        if STOCK in measured_us and best != STOCK:
-            saved = 1 - measured_us[best] / measured_us[STOCK]
-            parts[0] += f", {abs(saved):.1%} {'more' if saved < 0 else 'less'} than plain alltoall"
-        parts.append(f"turns cost {window.cost:.1f} iterations")
-        if self._busiest is not None:
-            parts.append(f"the busiest rank receives {self._busiest:.2f} times the mean")
-        parts.append(f"pin it with {flags_of(best)}")
-        candidates = (
-            f"{choice.name} {predicted_us:,.0f}, "
-            + (f"{measured_us[choice] / 1e3:,.2f}" if choice in measured_us else "not measured")
-            for choice, predicted_us in window.candidates.items()
+        busiest = (
+            ""
+            if self._busiest is None
+            else (f"; the busiest rank receives {self._busiest:.2f} times the mean")
         )
-        parts.append(f"us predicted and ms measured: {'; '.join(candidates)}")
-        return f"{of_exchange}: {'; '.join(parts)}"
+        ranks = ", ".join(map(str, self._ranks))
+        return f"auto, exchange of ranks {ranks}: {window.result}{busiest}"
 
     def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
         """The planner's pick, said once.
@@ -339,37 +321,6 @@ class AutoChoice(FixedChoice):
         layout = self.planner.shape.layout
         nodes = counted(layout.num_nodes, "node")
         return f"auto, EP {layout.ep} x ETP {layout.etp} over {nodes}"
-
-
-def flags_of(choice: Choice) -> str:
-    """The flags that pin a choice."""
-    flags = f"--moe-monta-chain {choice.chain} --moe-monta-num-chunks {choice.num_chunks}"
-    return flags + " --moe-monta-overlap-experts" * choice.splits_experts
-
-
-def _mark(on_host: bool) -> Mark | None:
-    """None while a CUDA graph is captured, to which an event would belong."""
-    if on_host:
-        return time.perf_counter_ns()
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _ticks_of(segments: list[tuple[Mark, Mark]]) -> int:
-    """At least 1; 0 where the device has not come to an end, or where there is none."""
-    us = 0.0
-    for start, end in segments:
-        if isinstance(start, int) or isinstance(end, int):
-            assert isinstance(start, int) and isinstance(end, int), "one clock"
-            us += (end - start) / 1e3
-        elif end.query():
-            us += start.elapsed_time(end) * 1e3
-        else:
-            return 0
-    return min(max(round(us / TICK_US), 1), (1 << TIME_BITS) - 1) if segments else 0
 
 
 # One for all layers of a shape on an exchange; it goes with the last of them.

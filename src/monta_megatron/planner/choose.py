@@ -74,6 +74,7 @@ class Planner:
     cluster: Cluster | None = None
     # By half octave of tokens.
     _selections: "dict[int, Selection]" = field(default_factory=dict)
+    _picks: dict[tuple[int, bool], tuple[Choice, str]] = field(default_factory=dict)
 
     @property
     def fixed(self) -> Choice | None:
@@ -106,6 +107,12 @@ class Planner:
             tokens: of a rank.
             splits_experts: False where measured turns have shown that it does not pay.
         """
+        key = half_octave(tokens), splits_experts
+        if key not in self._picks:
+            self._picks[key] = self._pick(*key)
+        return self._picks[key]
+
+    def _pick(self, tokens: int, splits_experts: bool) -> tuple[Choice, str]:
         selection = self.selection(tokens)
         allowed = self._allowed(selection)
         price, reason = selection.price, selection.reason
@@ -121,7 +128,7 @@ class Planner:
         doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
         return choice, (
             f"planned on {self.cluster.name}{doubtful} for up to "
-            f"{counted(half_octave(tokens), 'token')} per rank: {price.total_us:,.0f} us, "
+            f"{counted(tokens, 'token')} per rank: {price.total_us:,.0f} us, "
             f"{reason}; holds up to {gb_text(price.peak_bytes)}"
         )
 
@@ -277,6 +284,27 @@ class Window:
         least = self.measured_us[best]
         return sum(
             turn.us / least - 1 for turn in self.turns.values() if turn.us and turn.kind == kind
+        )
+
+    @property
+    def result(self) -> str:
+        """What has won, for the log."""
+        best, measured_us = self.best, self.measured_us
+        if best is None:
+            return "no turn counts, as times were lost; the planner's pick stays"
+        saved = ""
+        if STOCK in measured_us and best != STOCK:
+            share = 1 - measured_us[best] / measured_us[STOCK]
+            saved = f", {abs(share):.1%} {'more' if share < 0 else 'less'} than plain alltoall"
+        candidates = (
+            f"{choice.name} {predicted_us:,.0f}, "
+            + (f"{measured_us[choice] / 1e3:,.2f}" if choice in measured_us else "not measured")
+            for choice, predicted_us in self.candidates.items()
+        )
+        return (
+            f"{best.name} wins with {measured_us[best] / 1e3:,.2f} ms per iteration{saved}; turns "
+            f"cost {self.cost:.1f} iterations; pin it with {best.flags}; us predicted and ms "
+            f"measured: {'; '.join(candidates)}"
         )
 
     def _counted(self) -> Iterator[Turn]:
