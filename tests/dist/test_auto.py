@@ -61,7 +61,7 @@ def test_the_planners_pick_is_said_once(pools: Pools) -> None:
     case = Case(ep=4, num_tokens=4096, options=AUTO | {"moe_monta_tune_steps": 0})
     said, *others = pools[4].run(reported_in_steps, case)
     no_turns, pick = said
-    assert no_turns.startswith("monta: auto: nothing takes turns, the planner's pick runs: ")
+    assert no_turns.startswith("monta: auto: no turns, the planner's pick runs: ")
     assert re.match(
         r"monta: auto, .+ nodes: \w+ in \d chunks?, planned on .+ for up to 4,096 tokens", pick
     )

@@ -102,8 +102,8 @@ class AutoChoice(FixedChoice):
         report: prints a line, on the rank that reports for its pipeline stage.
 
     Attributes:
-        step: the largest number of steps of an optimizer since construction; one that comes later
-            takes up the count.
+        step: the largest number of steps of an optimizer since construction; an optimizer that is
+            made later continues the count.
         window: the latest one; None before the first training exchange.
     """
 
@@ -203,7 +203,8 @@ class AutoChoice(FixedChoice):
     def _others_measure(self) -> bool:
         """Whether other layers of this exchange have a window that is open.
 
-        Only if they have run lately: those of a dropped model may still be there on some ranks.
+        Only those that ran in this step or the one before count: layers of a dropped model may
+        still exist on some ranks.
         """
         return any(
             other.is_measuring and other._num_exchanges + other._num_exchanges_before > 0

@@ -529,7 +529,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 why = "CUDA graphs capture the preprocessing"
             elif getattr(self.config, "deterministic_mode", False):
                 why = "deterministic mode"
-            notes.append(f"auto: nothing takes turns, the planner's pick runs: {why}")
+            notes.append(f"auto: no turns, the planner's pick runs: {why}")
         elif planner.fixed is not None:
             notes.append(
                 f"{planner.fixed.name}, EP {self.ep_size} x ETP {self.tp_size} over "

@@ -1,9 +1,9 @@
 """Calls at the entry of every optimizer step of this process.
 
-Counted are calls of Megatron's outermost `step`, so a chain of optimizers makes one, and skipped
-steps and stubs count too; of the wrapper by which Megatron replays a captured step; elsewhere of
-PyTorch's optimizers, but not of those that Megatron steps to make their states before it loads a
-checkpoint.
+A call of Megatron's outermost `step` counts, skipped or of a stub as well, and a chain of
+optimizers as one; so does a call of the wrapper that replays a captured step. Outside of Megatron
+every step of a PyTorch optimizer counts, except those by which Megatron makes optimizer states
+before it loads a checkpoint.
 """
 
 import functools

@@ -24,7 +24,7 @@ _layers: WeakSet[Any] = WeakSet()
 
 
 def add_layer(layer: Any) -> None:
-    """Keep an MoE layer in mind, for as long as it exists."""
+    """Register an MoE layer; held weakly."""
     _layers.add(layer)
 
 
