@@ -106,7 +106,7 @@ def main() -> None:
                 "steps": [window.first, window.end],
                 "candidates": [choice.name for choice in window.candidates],
                 "best": window.best and window.best.name,
-                "turns": [[turn.num_exchanges, turn.us] for turn in window.turns.values()],
+                "turns": [[turn.kind[0], turn.us] for turn in window.turns.values()],
             }
         )
     record.with_name(f"turns_{dist.get_rank()}.json").write_text(json.dumps(document))

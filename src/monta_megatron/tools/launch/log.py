@@ -19,8 +19,13 @@ TIME_MS = re.compile(r"elapsed time per iteration \(ms\): (\d+(?:\.\d+)?)")
 LOSS = re.compile(r"\blm loss: (-?\d+(?:\.\d+)?(?:E[-+]\d+)?|nan|-?inf)(?=[\s|])", re.IGNORECASE)
 # `(after 2 iterations) memory (MB) | ... | max allocated: 951.91 | ...`, of some of the ranks.
 PEAK_MIB = re.compile(r"\bmemory \(MB\) \|.*?\| max allocated: (\d+(?:\.\d+)?)")
-# The dispatcher's line: `monta: chain alltoall, 1 chunk, EP 8 x ETP 1 over 2 nodes: why`.
-CHAIN = re.compile(r"^(?:\[node \d+ rank \d+\] )?monta(?:, rank \d+)?: chain ([^:]+)", re.MULTILINE)
+# The dispatcher's lines: `monta: alltoall in 1 chunk, EP 8 x ETP 1 over 2 nodes: as asked for`;
+# `monta: auto, EP 8 x ETP 1 over 2 nodes: alltoall in 1 chunk, planned on ...`, and `... wins with`.
+CHAIN = re.compile(
+    r"^(?:\[node \d+ rank \d+\] )?monta(?:, rank \d+)?: (?:auto, [^:]+: )?"
+    r"(\w+ in \d+ chunks?(?: with their experts)?)(?:, EP |, planned on | wins with )",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,7 @@ class TrainingLog:
         last_iteration: the last one logged; None if there is none.
         peak_memory_bytes: the most that a rank had allocated when Megatron last said so; None if it
             never did.
-        chain: the chain that ran last, with chunks and sizes, in the dispatcher's words.
+        chain: what ran last, in the dispatcher's words: "alltoall in 1 chunk".
     """
 
     times_ms: Mapping[int, float]
@@ -88,7 +93,7 @@ class Summary:
         first_loss: the first loss logged.
         last_loss: the last one.
         ms_per_iteration: the median; without the first one logged, which starts everything.
-        chain: the chain that ran last, with chunks and sizes, in the dispatcher's words.
+        chain: what ran last, in the dispatcher's words.
         planned_inter_bytes: payload between nodes as planned, of all ranks of an exchange, for one
             layer and micro-batch; None without a plan, or if another chain ran.
         planned_intra_bytes: the same inside the nodes.
@@ -142,7 +147,7 @@ def summary_of(run: Run) -> Summary:
     losses = list(read.losses.values())
     chosen = None if run.plan is None else run.plan.chosen
     as_planned = (
-        chosen is not None and read.chain is not None and read.chain.split(",")[0] == chosen.chain
+        chosen is not None and read.chain is not None and read.chain.split()[0] == chosen.chain
     )
     return Summary(
         iterations=read.last_iteration,
