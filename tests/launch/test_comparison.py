@@ -18,7 +18,7 @@ from monta_megatron.tools.launch.run_config import RunConfig
 
 FILE = str(Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml")
 LOG = """
-monta: chain alltoall, 1 chunk, EP 4 x ETP 1 over 2 nodes: why
+monta: alltoall in 1 chunk, EP 4 x ETP 1 over 2 nodes: as asked for
 [node 1 rank 3]  iteration  1/ 9 | elapsed time per iteration (ms): 90.0 | lm loss: 5.5E+00 |
 [Rank 0] (after 1 iterations) memory (MB) | allocated: 1.00 | max allocated: 2.00 | reserved: 9.00
  iteration  2/ 9 | elapsed time per iteration (ms): 81.4 | number of skipped iterations: 1 |
@@ -32,7 +32,7 @@ def test_a_log_is_read_by_iteration() -> None:
     assert log.times_ms == {1: 90.0, 2: 81.4, 3: 80.0}
     assert log.losses[1] == 5.5 and 2 not in log.losses and math.isnan(log.losses[3])
     assert (log.last_iteration, log.peak_memory_bytes) == (3, 3 * 2**20)
-    assert log.chain == "alltoall, 1 chunk, EP 4 x ETP 1 over 2 nodes"
+    assert log.chain == "alltoall in 1 chunk"
 
 
 def test_a_log_without_anything() -> None:

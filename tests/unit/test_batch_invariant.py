@@ -76,6 +76,7 @@ def test_the_map_of_permute_is_kept_for_unpermute() -> None:
     dispatcher = SimpleNamespace(
         config=SimpleNamespace(batch_invariant_mode=True, moe_permute_fusion=False),
         _rows="permuted tokens",
+        micro_batch=SimpleNamespace(has_topk=False),
         routing_map=torch.ones(3, 1, dtype=torch.bool),
         num_out_tokens=3,
         drop_and_pad=False,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from preloaded import Preloaded
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
+reason = "needs megatron-core with captured optimizer steps"
+pytest.importorskip("megatron.core.optimizer.optimizer_cuda_graph", reason=reason)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig

@@ -20,7 +20,7 @@ LOSS = re.compile(r"\blm loss: (-?\d+(?:\.\d+)?(?:E[-+]\d+)?|nan|-?inf)(?=[\s|])
 # `(after 2 iterations) memory (MB) | ... | max allocated: 951.91 | ...`, of some of the ranks.
 PEAK_MIB = re.compile(r"\bmemory \(MB\) \|.*?\| max allocated: (\d+(?:\.\d+)?)")
 # The dispatcher's lines: `monta: alltoall in 1 chunk, EP 8 x ETP 1 over 2 nodes: as asked for`;
-# `monta: auto, EP 8 x ETP 1 over 2 nodes: alltoall in 1 chunk, planned on ...`, and `... wins with`.
+# `monta: auto, EP 8 x ETP 1 over 2 nodes: alltoall in 1 chunk, planned on ...`; `... wins with`.
 CHAIN = re.compile(
     r"^(?:\[node \d+ rank \d+\] )?monta(?:, rank \d+)?: (?:auto, [^:]+: )?"
     r"(\w+ in \d+ chunks?(?: with their experts)?)(?:, EP |, planned on | wins with )",
