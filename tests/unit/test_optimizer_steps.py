@@ -9,8 +9,7 @@ import pytest
 import torch
 from preloaded import Preloaded
 
-reason = "needs megatron-core with captured optimizer steps"
-pytest.importorskip("megatron.core.optimizer.optimizer_cuda_graph", reason=reason)
+pytest.importorskip("megatron.core.optimizer.optimizer_cuda_graph", reason="since 0.17")
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
