@@ -224,14 +224,14 @@ def test_the_summary_is_what_the_log_says() -> None:
     log = run.directory / "logs" / "run.log"
     line = " iteration {}/ 9 | elapsed time per iteration (ms): {} | lm loss: {} | x: 1 |"
     iterations = ((1, "900.5", "5.5E+00"), (2, "100.0", "4.25E+00"), (3, "104.0", "nan"))
-    said = "monta: chain alltoall_allgather, 4 chunks, EP 2 x ETP 2 over 2 node(s): as asked for"
+    said = "monta: alltoall_allgather in 4 chunks, EP 2 x ETP 2 over 2 nodes: as asked for"
     log.write_text("\n".join([said, *(line.format(*each) for each in iterations)]))
     document = json.loads(json.dumps(summary_of(run).document(), allow_nan=False))
     assert (document["first_loss"], document["last_loss"]) == (5.5, "nan")
     assert (document["iterations"], document["ms_per_iteration"]) == (3, 102.0)
     assert document["planned_inter_bytes"] == 1_081_344
     # The plan is that of another chain.
-    log.write_text("monta: chain alltoall, 1 chunk: why\n")
+    log.write_text("monta: alltoall in 1 chunk, EP 2 x ETP 2 over 2 nodes: as asked for\n")
     assert summary_of(run).planned_inter_bytes is summary_of(run).benefit is None
 
 
