@@ -1,7 +1,4 @@
-"""Tables and progress of the tools, as plain text.
-
-A training imports this only for the table of its tuning.
-"""
+"""Tables and progress of the tools, as plain text."""
 
 import json
 import sys

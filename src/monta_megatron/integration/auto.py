@@ -155,7 +155,7 @@ class AutoChoice(FixedChoice):
         return self.window is not None and self.window.is_open(self.step)
 
     def enter_step(self, optimizer: Any) -> None:
-        """An optimizer begins a step: the iteration ends, if it is the first one to do so."""
+        """Called at the entry of an optimizer's step; the first one of an iteration ends it."""
         self._clock.stop()
         # A later one, such as the wrapper of a second call of `train`, continues the count.
         number = self._steps.get(optimizer, max(self.step - 1, 0)) + 1
@@ -167,7 +167,7 @@ class AutoChoice(FixedChoice):
             self._ended = self.step, segments
             self._kinds[self.step] = self._num_exchanges, half_octave(self._tokens)
             if self.window is not None:
-                self.window.add(self.step, *self._kinds[self.step])
+                self.window.add(self.step, self._num_exchanges, self._tokens)
             self._tokens_before = self._tokens
         self._kinds.pop(self.step - LATE, None)
         self._num_exchanges_before = self._num_exchanges
@@ -294,13 +294,10 @@ class AutoChoice(FixedChoice):
 
     def _result(self, window: Window) -> str:
         """The result of a window as one line."""
-        busiest = (
-            ""
-            if self._busiest is None
-            else (f"; the busiest rank receives {self._busiest:.2f} times the mean")
-        )
-        ranks = ", ".join(map(str, self._ranks))
-        return f"auto, exchange of ranks {ranks}: {window.result}{busiest}"
+        line = f"auto, exchange of ranks {', '.join(map(str, self._ranks))}: {window.result}"
+        if self._busiest is None:
+            return line
+        return f"{line}; the busiest rank receives {self._busiest:.2f} times the mean"
 
     def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
         """The planner's pick, said once.
@@ -329,7 +326,7 @@ _shared: WeakValueDictionary[tuple[Any, ...], AutoChoice] = WeakValueDictionary(
 
 
 def choosers() -> list[AutoChoice]:
-    """Those of all exchanges of this rank."""
+    """Every live `AutoChoice` of this process."""
     return list(_shared.values())
 
 

@@ -37,28 +37,27 @@ def layers() -> list[Any]:
     return sorted(ours, key=lambda layer: layer.layer_number or 0)
 
 
-_reported: set[tuple[str, ...]] = set()
+_reported: set[str] = set()
 
 
 class Report:
-    """Prints messages that were not printed before, if this rank reports for its stage.
+    """Prints each line once, if this rank reports for its stage.
 
     Each stage may have a chain of its own.
     """
 
     def __init__(self, reports: bool) -> None:
-        self.reports = reports
+        self._reports = reports
 
-    def __call__(self, *lines: str) -> bool:
-        """Print the lines of a message; whether it was printed now."""
-        if not self.reports or lines in _reported:
-            return False
-        _reported.add(lines)
+    def __call__(self, line: str) -> None:
+        """Print a line, unless this process has printed it before."""
+        if not self._reports or line in _reported:
+            return
+        _reported.add(line)
         rank = dist.get_rank()
         where = "monta" if rank == 0 else f"monta, rank {rank}"
         # Printed, as Megatron prints what users should see; its log starts at WARNING.
-        print("\n".join(shown(f"{where}: {line}") for line in lines), flush=True)
-        return True
+        print(shown(f"{where}: {line}"), flush=True)
 
 
 def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:

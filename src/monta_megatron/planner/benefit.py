@@ -19,8 +19,7 @@ class Iteration:
     which shrinks too where the exchanges are shorter, is left out.
 
     Attributes:
-        num_moe_layers: MoE layers of that stage, or in a training's log of the rank's own stage;
-            None where they are not known.
+        num_moe_layers: MoE layers of that stage; None where they are not known.
         is_lower_bound: whether that stage may have more MoE layers.
         num_stages: pipeline stages.
         num_micro_batches: None where the batch is not known.

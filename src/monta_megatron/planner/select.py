@@ -13,7 +13,6 @@ from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.program import Phase
 from monta_megatron.core import Shape
-from monta_megatron.planner.benefit import Benefit, benefit_of
 from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
 
@@ -45,15 +44,6 @@ class Selection:
     plainest: Sequence[ChainPrice]
     rivals: Sequence[ChainPrice]
     incompatible: Mapping[str, str]
-
-    @property
-    def benefit(self) -> Benefit | None:
-        """Benefit over plain `alltoall`; None as in `plan.Plan`, and for quantized rows."""
-        if self.shape.quantized:
-            return None
-        # The fastest come last here, and stay.
-        best_us = {price.chain.name: price.total_us for price in reversed(self.prices)}
-        return benefit_of(self.price.chain.name, self.price.total_us, best_us, self.reason)
 
     @cached_property
     def reason(self) -> str:

@@ -49,11 +49,11 @@ def test_without_a_price_there_is_no_benefit() -> None:
     assert benefit_of("allgather", 1.0, {"allgather": 1.0}, "the only one") is None
 
 
-def test_a_selection_and_its_plan_gain_the_same() -> None:
+def test_a_plan_gains_what_its_selection_says() -> None:
     selection = select_chain(shape_of(16), preset("h100_8x_ndr"))
-    benefit = selection.benefit
+    benefit = plan_of(selection).benefit
     assert benefit is not None and benefit.ratio > 1
-    assert plan_of(selection).benefit == benefit
+    assert benefit.chosen_us == selection.price.total_us
     by_chain = [price for price in selection.prices if price.chain.name == "alltoall"]
     assert [price.total_us for price in by_chain] == [benefit.alltoall_us]
 

@@ -199,8 +199,7 @@ def largest_difference(
 
 # No checkpoint is read or written: every training begins with the seed's weights.
 CHECKPOINTS = ("save", "load", "async-save", "non-persistent-save-interval")
-# Who gives one of them wants a tuning in the trainings.
-TUNING = {"moe-monta-tune-steps", "moe-monta-plan-out"}
+TUNE_STEPS = "moe-monta-tune-steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,9 +352,9 @@ def arguments_for(
     # Not --train-iters: the learning rate and the data follow the whole training's schedule.
     changes: dict[str, Any] = {DISPATCHER: dispatcher, "log-interval": 1}
     changes["exit-interval"] = iterations
-    if dispatcher == DISPATCHER_TYPE and not asked & TUNING:
+    if dispatcher == DISPATCHER_TYPE and TUNE_STEPS not in asked:
         # Most of so few iterations would be those in which slower candidates run too.
-        changes["moe-monta-tune-steps"] = 0
+        changes[TUNE_STEPS] = 0
     wanted = given.get("train-iters") or in_file.get("train-iters")
     if wanted is not None and wanted.value is not False and wanted.read(SIZE) < iterations:
         changes["train-iters"] = iterations

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from monta_megatron.common.tables import WIDTH, table
 from monta_megatron.common.units import counted, size_text
+from monta_megatron.core import Choice
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.models.training_memory import TrainingMemory
@@ -64,7 +65,7 @@ def plan_fields(
         ),
         *_rate_fields(plan),
         ("choice", f"{plan.chain} in {chunks}{time}, {PHASES[key.phase]}"),
-        ("flags", f"--moe-monta-chain {plan.chain} --moe-monta-num-chunks {plan.num_chunks}"),
+        ("flags", Choice(chain=plan.chain, num_chunks=plan.num_chunks).flags),
         ("why", plan.reason),
         *([] if benefit is None else [("benefit", benefit.text)]),
         *([] if memory is None else [("needs", memory.text)]),
