@@ -134,7 +134,6 @@ class Shape:
         prob_bytes: bytes of one routing probability.
         routing: where tokens go.
         tokens_per_rank: tokens that each rank brings.
-        quantized: tokens travel to their experts in eight bits.
     """
 
     layout: Layout
@@ -143,7 +142,6 @@ class Shape:
     prob_bytes: int
     routing: Routing
     tokens_per_rank: int
-    quantized: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

@@ -6,13 +6,13 @@ The plainest chain: it wins on one node, where messages are tiny, and at top-1. 
 stages are those of `alltoall_allgather`, which pipelines them.
 """
 
-from monta_megatron.chains import alltoall_allgather
+from monta_megatron.chains.alltoall_allgather import ALLTOALL_ALLGATHER, bind_stages
 from monta_megatron.chains.chain import Chain
 
 ALLTOALL = Chain(
     name="alltoall",
     rows="permuted tokens",
-    stages=alltoall_allgather.ALLTOALL_ALLGATHER.stages,
-    bind_stages=alltoall_allgather.bind_stages,
+    stages=ALLTOALL_ALLGATHER.stages,
+    bind_stages=bind_stages,
     serial=True,
 )

@@ -1,8 +1,7 @@
 """Operations and buffers of one chunk of a pass, which `lower` stamps out.
 
     stage        forward                              transposed
-    Permute      pack first, put last; or quantize    likewise, from the other end
-                 first, dequantize last
+    Permute      pack first, put last                 likewise, from the other end
     Duplicate    find copies (dispatch), duplicate    reduce
     AllToAll     alltoall                             alltoall
     AllGather    allgather                            alltoall of parts; reduce parts, before what
@@ -10,8 +9,8 @@
 
 A stage that moves nothing has no operation: a group of one rank, rows that lie in order. A fused
 kernel that copies or sums rows last writes them where `put` would: "to_experts", for each expert.
-The columns of a row share a message where a stage copies rows anyway and a collective comes next,
-or where rows are quantized; elsewhere they are sent as they lie, column by column.
+The columns of a row share a message where a stage copies rows anyway and a collective comes next;
+elsewhere they are sent as they lie, column by column.
 """
 
 from typing import NamedTuple
@@ -28,10 +27,8 @@ from monta_megatron.chains.program import (
     Release,
     Resource,
     RowFormat,
-    round_up,
 )
 from monta_megatron.chains.stages import AllGather, AllToAll, Duplicate, StageShape
-from monta_megatron.chains.wire_format import GROUP_SIZE, SCALE_BYTES
 from monta_megatron.core import GroupName
 
 
@@ -86,10 +83,8 @@ def one_chunk(
     """
     num_stages, back = len(shapes), pass_.transpose
     hidden = Column("rows", row.hidden_size, row.value_bytes)
-    travels = Column("rows", row.quantized_bytes, 1) if row.quantized_bytes else hidden
-    columns = _columns(rows, shapes[::-1] if back else shapes, pass_, row, travels)
-    writes_in_place = is_fused and not row.quantized_bytes
-    # Sums are in another dtype than rows, as are scaled values: so many columns at a time.
+    columns = _columns(rows, shapes[::-1] if back else shapes, pass_, row, hidden)
+    # Sums are in another dtype than rows: so many columns at a time.
     is_rounded = row.sum_bytes > row.value_bytes
     sum_width = min(row.hidden_size, SUM_COLUMNS) if is_rounded else row.hidden_size
     operations: list[Operation] = []
@@ -150,23 +145,22 @@ def one_chunk(
     def puts(at: int) -> bool:
         """Whether what this stage writes is put into place at once."""
         placements = ("slice",) if back else ("slice", "index")
-        return writes_in_place and at + 2 == num_stages and shapes[-1].placement in placements
+        return is_fused and at + 2 == num_stages and shapes[-1].placement in placements
 
     def whole(name: str, boundary: int) -> int:
-        """The rows of all chunks, which are the caller's and never quantized."""
-        of = (hidden, *columns[boundary][1:])
-        return buffer(name, boundary, of, release="caller", chunk=None)
+        """The rows of all chunks, which are the caller's."""
+        return buffer(name, boundary, release="caller", chunk=None)
 
     def output() -> int:
         return whole("output", boundary_after(num_stages - 1))
 
-    def message(at: int, is_new: bool = False) -> int:
-        """Message of a stage that copies rows anyway: packed, if new or before a collective."""
+    def message(at: int) -> int:
+        """Message of a stage that copies rows anyway: packed before a collective."""
         if puts(at):
             return output()
         boundary = boundary_after(at)
-        is_sent = is_new or isinstance(shapes[at + 1].stage, AllToAll | AllGather)
-        packed = (packs or is_new) and is_sent and len(columns[boundary]) > 1
+        is_sent = isinstance(shapes[at + 1].stage, AllToAll | AllGather)
+        packed = packs and is_sent and len(columns[boundary]) > 1
         return buffer(shapes[at].stage.name, boundary, packed=packed)
 
     def is_narrow(number: int) -> bool:
@@ -180,18 +174,6 @@ def one_chunk(
         width = sum_width if is_narrow(current) else row.hidden_size
         name, of = f"{shapes[at].stage.name}, summed", (Column("rows", width, value_bytes),)
         return buffer(name, boundary, of, copies=copies, release="last read", slot=slot)
-
-    def scaled(boundary: int, has_own: bool) -> list[int]:
-        """Buffers held while rows are scaled: in fp32, and in their own dtype."""
-        if is_fused:
-            return []
-        name = "scaled"
-        values = Column("rows", round_up(sum_width, GROUP_SIZE), SCALE_BYTES)
-        held = [buffer(name, boundary, (values,), release="last read")]
-        if has_own:
-            own = Column("rows", sum_width, row.value_bytes)
-            held.append(buffer(name, boundary, (own,), release="last read"))
-        return held
 
     def scratch(at: int, boundary: int, copies: int, of_sums: int, num_sums: int = 1) -> list[int]:
         """Buffers held while a sum is made: its terms, if they are converted, and the sums."""
@@ -257,18 +239,10 @@ def one_chunk(
                 add(kind, at, [current], reads[1:], name)
             kind = "to_experts" if puts(at) else "duplicate"
             current = add(kind, at, reads, [message(at)], name)
-        elif at == 0 and row.quantized_bytes:
-            held = scaled(boundary, shape.placement == "index")
-            writes = [message(at, is_new=True), *held]
-            current = add("quantize", at, [current], writes, "quantize")
         elif at == 0:
             # A sum reads each row once, so it can read it in place.
             if shape.placement == "index" and not isinstance(shapes[1].stage, Duplicate):
                 current = add("pack", at, [current], [message(at)], name)
-        elif row.quantized_bytes:
-            is_narrowed = row.value_bytes < SCALE_BYTES
-            held = scaled(boundary, shape.placement == "index" and is_narrowed)
-            current = add("dequantize", at, [current], [output(), *held], "dequantize")
         elif shape.placement == "none":
             buffers[current] = buffers[current]._replace(release="caller")
         elif buffers[current].name != "output":

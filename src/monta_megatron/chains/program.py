@@ -34,7 +34,6 @@ LINKS: tuple[Resource, ...] = ("inter", "intra")
 ResourceOrCompute: TypeAlias = Literal[Resource, "compute"]
 Kind: TypeAlias = Literal[
     "pack",
-    "quantize",
     "find_lists",
     "find_copies",
     "duplicate",
@@ -44,7 +43,6 @@ Kind: TypeAlias = Literal[
     "allgather",
     "reduce_parts",
     "put",
-    "dequantize",
     # Of a whole layer's program alone, see `pipelined_layer`.
     "experts",
 ]
@@ -98,15 +96,12 @@ class RowFormat(NamedTuple):
         value_bytes: bytes of each hidden value.
         prob_bytes: bytes of each probability; 0 in a pass that carries none.
         sum_bytes: bytes of each hidden value in a sum, before it is rounded for the wire.
-        quantized_bytes: bytes of all hidden values where they travel quantized (`wire_format`); 0
-            where they travel as they are.
     """
 
     hidden_size: int
     value_bytes: int
     prob_bytes: int
     sum_bytes: int
-    quantized_bytes: int = 0
 
 
 class Column(NamedTuple):

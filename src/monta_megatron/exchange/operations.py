@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import Kind, Operation
-from monta_megatron.exchange import sums as torch_sums
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import copy_rows, find_copies, put_rows
 from monta_megatron.exchange.payload import Columns
@@ -32,38 +31,11 @@ def pack(state: State, operation: Operation) -> Works:
     return []
 
 
-def quantize(
-    state: State, operation: Operation, write: Callable[..., None] = torch_sums.quantize
-) -> Works:
-    """Take a chunk's rows out of the whole tensor, into a message, in eight bits."""
-    columns, index = state.read(operation)
-    into = _written(state, operation)
-    write(into.rows, columns.rows, index)
-    for target, column in zip(into.tensors()[1:], columns.tensors()[1:], strict=True):
-        if index is None:
-            target.copy_(column)
-        else:
-            copy_rows(target, column, index)
-    return []
-
-
 def put(state: State, operation: Operation) -> Works:
     """Put a chunk's rows where they belong in the whole tensor."""
     columns, _ = state.read(operation)
     into, index = _places(state, operation)
     for target, column in zip(into.tensors(), columns.tensors(), strict=True):
-        _put(target, column, index)
-    return []
-
-
-def dequantize(
-    state: State, operation: Operation, write: Callable[..., None] = torch_sums.dequantize
-) -> Works:
-    """Put a chunk's rows where they belong in the whole tensor, in its dtype."""
-    columns, _ = state.read(operation)
-    into, index = _places(state, operation)
-    write(into.rows, columns.rows, index)
-    for target, column in zip(into.tensors()[1:], columns.tensors()[1:], strict=True):
         _put(target, column, index)
     return []
 
@@ -154,7 +126,6 @@ def allgather(state: State, operation: Operation) -> Works:
 
 OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
     "pack": pack,
-    "quantize": quantize,
     "find_lists": find,
     "find_copies": find,
     "duplicate": duplicate,
@@ -163,7 +134,6 @@ OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
     "allgather": allgather,
     "reduce_parts": reduce_parts,
     "put": put,
-    "dequantize": dequantize,
 }
 
 

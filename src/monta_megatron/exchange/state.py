@@ -12,8 +12,7 @@ import torch
 
 from monta_megatron.chains.chain import BoundChain, Order, order_of_issue
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import DISPATCH, Buffer, Operation, Pass, Policy, RowFormat
-from monta_megatron.chains.wire_format import SCALE_BYTES, row_bytes
+from monta_megatron.chains.program import Buffer, Operation, Pass, Policy, RowFormat
 from monta_megatron.exchange import errors
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.copies import Indices, Parts
@@ -35,7 +34,6 @@ class Exchange:
         max_experts_per_token: W; 0 where rows are permuted tokens.
         order: the order of issue; see `lower`.
         fused: Triton kernels do the work; see `kernel_choice`.
-        quantized: tokens travel to their experts in eight bits.
         shared: by device, the indices that all passes share; made by the first one.
     """
 
@@ -46,7 +44,6 @@ class Exchange:
     max_experts_per_token: int = 0
     order: Order = order_of_issue
     fused: bool = False
-    quantized: bool = False
     shared: dict[torch.device, Indices] = field(default_factory=dict)
 
 
@@ -85,15 +82,10 @@ class State:
             value_bytes=rows.itemsize,
             prob_bytes=0 if probs is None else probs.itemsize,
             sum_bytes=self.sum_dtype.itemsize,
-            quantized_bytes=row_bytes(rows.shape[1])
-            if exchange.quantized and pass_ == DISPATCH
-            else 0,
         )
         policy: Policy = "fused" if exchange.fused else self.streams.policy
         self.bound = lower(exchange.bound, pass_, row, width, policy, order=exchange.order)
         dtypes = (
-            ("rows", 1, torch.uint8),
-            ("rows", SCALE_BYTES, torch.float32),
             ("rows", row.sum_bytes, self.sum_dtype),
             ("rows", row.value_bytes, rows.dtype),
             ("probs", row.prob_bytes, rows.dtype if probs is None else probs.dtype),

@@ -443,7 +443,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             monitor=self.monitor,
             max_experts_per_token=width,
             fused=is_fused(self.options.kernels, self.probs.device.type),
-            quantized=self.options.wire_dtype is not None,
         )
 
     def _check(self, choice: Choice) -> None:
@@ -463,7 +462,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 topk=self.config.moe_router_topk,
                 device=self.probs.device,
                 kernels=self.options.kernels,
-                quantized=self.options.wire_dtype is not None,
             )
             first_use.check()
         self._checked.add(choice)
@@ -515,8 +513,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         planner, rule = agreed_planner(
             options, self.config, layout, by_counts, self._megatron_groups
         )
-        if options.wire_dtype is not None:
-            notes.append("tokens travel in eight bits: results differ from alltoall's")
         if options.overlap_experts and all(each.rows != "tokens" for each in planner.chains):
             notes.append(
                 "moe_monta_overlap_experts: no layer is split, as no chain of tokens can run here"

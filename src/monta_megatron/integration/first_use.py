@@ -75,7 +75,6 @@ class FirstUse:
         topk: K of the training; the check has fewer where it is above 64 / ETP.
         device: of the rows.
         kernels: see `kernel_choice`.
-        quantized: tokens travel in eight bits.
     """
 
     chain: Chain
@@ -89,7 +88,6 @@ class FirstUse:
     topk: int
     device: torch.device
     kernels: str
-    quantized: bool = False
 
     def check(self) -> None:
         """Check the chain, unless it has passed in this process before.
@@ -102,7 +100,7 @@ class FirstUse:
         """
         passed = _passed.setdefault(self.group, set())
         rows = self.hidden_size, self.dtype, self.prob_dtype, self.topk
-        key = self.layout, self.chain.name, self.num_chunks, *rows, self.kernels, self.quantized
+        key = self.layout, self.chain.name, self.num_chunks, *rows, self.kernels
         if key in passed:
             return
         chunks = counted(self.num_chunks, "chunk")
@@ -169,7 +167,6 @@ class FirstUse:
             monitor=Monitor(),
             max_experts_per_token=counts.max_experts_per_token,
             fused=is_fused(self.kernels, self.device.type),
-            quantized=self.quantized,
         )
         # [ETP, EP, L] -> [S, L]
         return exchange, torch.from_numpy(permuted.received).transpose(0, 1).flatten(0, 1)

@@ -56,7 +56,6 @@ def _is_path(value: Any) -> bool:
 NAME = Kind(str, _is_path, "be a name")
 FILE = Kind(str, _is_path, "be a file")
 KERNELS = Kind(str, lambda value: value in (AUTO, "torch", "fused"), "be auto, torch or fused")
-FP8 = Kind(str, lambda value: value == "fp8", "be fp8, or left out")
 COUNT = Kind(int, lambda value: type(value) is int and value >= 1, "be an integer >= 1")
 STEPS = Kind(
     int,
@@ -109,12 +108,6 @@ class Options:
         "kernels) or auto (fused on GPUs where every rank can build a Triton kernel, else torch; "
         "default).",
         AUTO,
-    )
-    wire_dtype: str | None = _option(
-        FP8,
-        "fp8: tokens travel to their experts in eight bits, e4m3 with a scale for every 128 "
-        "values. That halves what dispatch sends and rounds what the experts get, so results are "
-        "not those of stock; outputs and gradients travel as they are (default: so do tokens).",
     )
     check: int = _option(
         ZERO_OR_ONE,

@@ -149,7 +149,6 @@ def agreed_config_of(
     return {
         **planner.agreed_config(),
         "moe_monta_tune_steps": options.tune_steps,
-        "moe_monta_wire_dtype": options.wire_dtype,
         "moe_monta_check": options.check,
         "hidden_size": shape.hidden_size,
         "num_moe_experts": config.num_moe_experts,
@@ -186,5 +185,4 @@ def shape_of(config: Any, layout: Layout, options: Options) -> Shape:
             group_topk=config.moe_router_group_topk or 1,
         ),
         tokens_per_rank=1,
-        quantized=options.wire_dtype is not None,
     )

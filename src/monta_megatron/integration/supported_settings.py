@@ -75,7 +75,7 @@ UNSUPPORTED = (
             f"it quantizes what the NCCL EP backend of the flex dispatcher sends; {instead}",
         )
         for name, instead in (
-            ("moe_dispatch_fwd_dtype", "moe_monta_wire_dtype sends tokens in eight bits here"),
+            ("moe_dispatch_fwd_dtype", "tokens travel in their own dtype here"),
             ("moe_combine_bwd_dtype", "gradients travel in their own dtype here"),
         )
     ),

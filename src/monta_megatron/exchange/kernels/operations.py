@@ -7,15 +7,13 @@ Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange.kernels import duplicate as duplicates
 from monta_megatron.exchange.kernels import find_copies, reduce_parts
-from monta_megatron.exchange.kernels import quantize as eight_bits
 from monta_megatron.exchange.kernels import reduce as sums
 from monta_megatron.exchange.kernels import to_experts as experts
-from monta_megatron.exchange.operations import OPERATIONS, Works, dequantize, quantize
+from monta_megatron.exchange.operations import OPERATIONS, Works
 from monta_megatron.exchange.payload import Columns
 from monta_megatron.exchange.state import State, promoted
 
@@ -87,8 +85,6 @@ def sum_parts(state: State, operation: Operation) -> Works:
 
 FUSED_OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
     **OPERATIONS,
-    "quantize": partial(quantize, write=eight_bits.quantize),
-    "dequantize": partial(dequantize, write=eight_bits.dequantize),
     "find_lists": find,
     "find_copies": find,
     "duplicate": duplicate,
