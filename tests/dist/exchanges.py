@@ -20,17 +20,17 @@ import reference
 import torch
 import torch.distributed as dist
 from equal import assert_equal, difference
+from monta_megatron.chains.wire_format import row_bytes
 
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
 from monta_megatron.chains.pipelined_layer import blocks_of_chunks
-from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.core import Layout
-from monta_megatron.exchange import state
+from monta_megatron.exchange import executor
 from monta_megatron.exchange.collectives import PeerGroup, peer_groups
 from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.state import Exchange
 from monta_megatron.exchange.streams import Streams
 from monta_megatron.exchange.sums import dequantize, quantize
 
@@ -594,7 +594,7 @@ class DeviceOrder(Streams):
 
 def errors_in_device_order(case: Case) -> Errors:
     """`errors_of` with the programs that run on devices."""
-    with mock.patch.object(state, "streams_for", lambda device: DeviceOrder()):
+    with mock.patch.object(executor, "streams_for", lambda device: DeviceOrder()):
         return errors_of(case)
 
 

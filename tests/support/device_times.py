@@ -27,7 +27,7 @@ from replay import (
 
 from monta_megatron.chains.program import Operation
 from monta_megatron.exchange import executor
-from monta_megatron.exchange.state import State
+from monta_megatron.exchange.buffers import Buffers
 
 NUM_CHUNKS = (1, 4)
 WARM_UP, ROUNDS, CALLS = 3, 10, 50
@@ -41,9 +41,9 @@ PassTimes: TypeAlias = dict[str, tuple[float, float]]
 class _Delivers(StandIn):
     """Collectives that order streams and bring what was recorded, at once."""
 
-    def start(self, usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
-        _, arriving = self._messages[key_of(self._layer, state, operation)]
-        columns = zip(received_by(state, operation), arriving, strict=True)
+    def start(self, usual: Any, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
+        _, arriving = self._messages[key_of(self._layer, buffers, operation)]
+        columns = zip(received_by(buffers, operation), arriving, strict=True)
         assert operation.group is not None, f"{operation.kind} is no collective"
         return self.on_stream(operation.group, lambda: [into.copy_(one) for into, one in columns])
 

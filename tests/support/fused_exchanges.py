@@ -18,11 +18,11 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.calibration_tasks import Point
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange import counts
+from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counts import CountTable
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.kernels import expert_lists
-from monta_megatron.exchange.payload import Columns, Payload
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
 
@@ -140,9 +140,9 @@ def _passes(
     prob_gradients = torch.rand(num_expert_rows)
     results = {}
     # What is not written differs.
-    allocate, before = Payload.allocate, 255 if fused else 170
+    allocate, before = MessageFormat.allocate, 255 if fused else 170
 
-    def allocate_filled(payload: Payload, num_rows: int) -> list[torch.Tensor]:
+    def allocate_filled(payload: MessageFormat, num_rows: int) -> list[torch.Tensor]:
         messages = allocate(payload, num_rows)
         with recorder.muted():
             for message in messages:
@@ -150,7 +150,7 @@ def _passes(
         return messages
 
     with (
-        mock.patch.object(Payload, "allocate", allocate_filled),
+        mock.patch.object(MessageFormat, "allocate", allocate_filled),
         recorder,
         recorded_launches(recorder.kernel, run=recorder.muted),
     ):

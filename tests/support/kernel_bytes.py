@@ -10,20 +10,20 @@ from typing import Any
 from unittest import mock
 
 import torch
+from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
 from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
 from monta_megatron.exchange.kernels.to_experts import to_experts
-from monta_megatron.exchange.payload import Columns, Payload
 
 # Of the bytes that cannot be avoided: columns read once and written once.
 MOST = 1.1
@@ -128,5 +128,5 @@ def _check(kernel: str, total: list[int], least: int) -> None:
 def _message(num_rows: int) -> Columns:
     rows = torch.zeros(1, HIDDEN_SIZE, dtype=torch.bfloat16)
     lists = torch.zeros(1, TOPK), torch.zeros(1, TOPK, dtype=torch.int32)
-    payload = Payload.of([rows, *lists], packed=True)
+    payload = MessageFormat.of([rows, *lists], packed=True)
     return payload.columns(payload.allocate(num_rows))

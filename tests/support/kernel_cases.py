@@ -10,28 +10,28 @@ import random
 from dataclasses import dataclass
 
 import torch
-
-from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.chains.wire_format import (
     GROUP_SIZE,
     num_groups,
     row_bytes,
     scales_offset_bytes,
 )
+from monta_megatron.exchange.kernels.quantize import dequantize, quantize
+
+from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange import copies as reference
 from monta_megatron.exchange import copies as routing_counts
 from monta_megatron.exchange import counts
 from monta_megatron.exchange import sums as wire
+from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.copies import Copies, Parts
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
 from monta_megatron.exchange.kernels.to_experts import to_experts
-from monta_megatron.exchange.payload import Columns, Payload
 from monta_megatron.exchange.sums import sum_parts, sum_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -325,7 +325,7 @@ def _message(
         columns.append(_values(shape, case.probs_dtype))
         if with_ids and width is not None:
             columns.append(torch.randint(99, shape, dtype=torch.int32))
-    payload = Payload.of(columns, packed=case.packed)
+    payload = MessageFormat.of(columns, packed=case.packed)
     messages = payload.allocate(num_rows)
     into = payload.columns(messages)
     for target, values in zip(into.tensors(), columns, strict=True):

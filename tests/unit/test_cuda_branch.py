@@ -31,11 +31,11 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.stages import Permute
 from monta_megatron.exchange import operations as torch_operations
+from monta_megatron.exchange.buffers import Buffers, Columns
 from monta_megatron.exchange.collectives import peer_groups, start_all_gather
 from monta_megatron.exchange.counts import CountTable, expert_ids_of
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.payload import Columns
-from monta_megatron.exchange.state import Exchange, State
 
 HIDDEN = 32
 NUM_BLOCKS = 6
@@ -242,9 +242,9 @@ def test_a_planted_wait_is_found(fault: str) -> None:
     plant, message = FAULTS[fault]
     duplicate = torch_operations.OPERATIONS["duplicate"]
 
-    def with_fault(state: State, operation: Operation) -> list[dist.Work]:
-        plant(state.read(operation)[0].rows)
-        return duplicate(state, operation)
+    def with_fault(buffers: Buffers, operation: Operation) -> list[dist.Work]:
+        plant(buffers.source(operation)[0].rows)
+        return duplicate(buffers, operation)
 
     device = FakeDevice(listed=[ROW_INDICES])
     exchange, routed = make_exchange("hierarchical_alltoall", 16, 1, device)

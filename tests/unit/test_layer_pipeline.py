@@ -11,9 +11,9 @@ from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.core import Layout
 from monta_megatron.exchange import pipeline
 from monta_megatron.exchange.counts import expert_ids_of
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
-from monta_megatron.exchange.state import Exchange
 
 NUM_EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 16, 40
 BLOCKS = 8

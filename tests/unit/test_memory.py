@@ -7,17 +7,17 @@ from unittest import mock
 import pytest
 import test_stream_safety as layers
 import torch
+from monta_megatron.chains.wire_format import row_bytes
 from stream_recorder import Recorder
 from test_stream_safety import CASES, LAYOUTS, Routing, make_exchange, run_layer
 
 from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import DISPATCH, FORWARD_BACKWARD, Pass, Policy, RowFormat
-from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.exchange import executor
+from monta_megatron.exchange.buffers import Columns
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run as run_pass
-from monta_megatron.exchange.payload import Columns
-from monta_megatron.exchange.state import Exchange
 from monta_megatron.exchange.streams import CudaStreams, Streams
 from monta_megatron.planner.chain_price import peak_bytes
 

@@ -31,9 +31,10 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.core import Layout
+from monta_megatron.exchange.buffers import Buffers
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
-from monta_megatron.exchange.state import Exchange, State
 
 TOKEN_CASES = [(chain, layout) for chain, layout in CASES if CHAINS[chain].rows == "tokens"]
 
@@ -123,7 +124,7 @@ def test_every_access_is_ordered_and_memory_lives_long_enough(
 def test_memory_that_is_made_after_the_caller_went_on_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(State, "reserve", lambda state: None)
+    monkeypatch.setattr(Buffers, "_reserve", lambda buffers, plan: None)
     recorder = Record("hierarchical_alltoall", "ep4", 3).recorder
     assert {finding.kind for finding in recorder.findings} == {"race"}
     assert all("does not wait for allocation" in finding.text for finding in recorder.findings)

@@ -25,9 +25,10 @@ from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.core import Layout
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
+from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
-from monta_megatron.exchange.state import Exchange, State
 from monta_megatron.exchange.streams import CudaStreams, Ready
 
 NUM_LOCAL_EXPERTS = 2
@@ -487,11 +488,11 @@ def test_collectives_are_issued_in_one_order_on_every_rank(
 
 
 def test_a_chunk_that_is_left_out_because_it_is_empty_is_found() -> None:
-    def start_if_rows(state: State, operation: Operation, *_: Any) -> list[Any]:
-        send, receive = state.bound.splits(operation)
+    def start_if_rows(buffers: Buffers, operation: Operation, *_: Any) -> list[Any]:
+        send, receive = buffers.bound.splits(operation)
         if any(send) or any(receive):
-            return start(state, operation)
-        state.allocate(operation.writes[0])
+            return start(buffers, operation)
+        buffers.messages(operation.writes[0])
         return []
 
     start = operations.OPERATIONS["alltoall"]

@@ -244,24 +244,6 @@ class Program:
         return frozenset(number for numbers in (*waits, self.waits_at_end) for number in numbers)
 
     @cached_property
-    def allocations(self) -> tuple[tuple[tuple[Buffer, ...], ...], ...]:
-        """Allocations by number of a buffer: the buffers that share its memory, by slot.
-
-        Those of all chunks, if they are given back at the end of the pass; else it alone.
-        """
-        together: dict[int, dict[int, tuple[Buffer, ...]]] = {}
-        for buffer in self.buffers:
-            if buffer.release in ("join", "window"):
-                by_slot = together.setdefault(buffer.series, {})
-                by_slot[buffer.slot] = (*by_slot.get(buffer.slot, ()), buffer)
-        return tuple(
-            tuple(together[buffer.series].values())
-            if buffer.release in ("join", "window")
-            else ((buffer,),)
-            for buffer in self.buffers
-        )
-
-    @cached_property
     def slots(self) -> dict[int, list[Buffer]]:
         """slot -> the buffers that use it."""
         by_slot: dict[int, list[Buffer]] = {}

@@ -37,10 +37,10 @@ from monta_megatron.common.units import counted
 from monta_megatron.core import Choice, Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, peer_groups
 from monta_megatron.exchange.counts import CountTable, ExchangeCounts, expert_ids_of
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.auto import FixedChoice, chooser_of
 from monta_megatron.integration.counts import (
     CapacityCounts,

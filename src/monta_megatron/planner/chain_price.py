@@ -41,7 +41,11 @@ def peak_bytes(bound: BoundProgram) -> float:
     program = bound.program
     sizes = {slot: max(map(bound.num_bytes, buffers)) for slot, buffers in program.slots.items()}
     live = {program.buffers[0].slot: 0.0}
-    peak = 0.0
+    if program.policy != "host":
+        # Those that are held until the join are allocated before the first operation.
+        held = (buffer for buffer in program.buffers if buffer.release != "last read")
+        live = {buffer.slot: sizes[buffer.slot] for buffer in held} | live
+    peak = sum(live.values())
 
     def end(operation: Operation) -> None:
         for number in {*operation.reads, *operation.writes}:
@@ -54,8 +58,8 @@ def peak_bytes(bound: BoundProgram) -> float:
         for number in operation.waits:
             end(program.operations[number])
         for number in operation.writes:
-            for slot in (buffers[0].slot for buffers in program.allocations[number]):
-                live.setdefault(slot, sizes[slot])
+            slot = program.buffers[number].slot
+            live.setdefault(slot, sizes[slot])
         peak = max(peak, sum(live.values()))
         if not operation.is_collective:
             end(operation)

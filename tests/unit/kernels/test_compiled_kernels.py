@@ -10,20 +10,20 @@ import torch
 pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
 
 from compiled_kernels import TARGETS, Compiled, Launch, launches, launches_of
+from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 
 from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
 from monta_megatron.exchange.kernels.tiles import WARPS
 from monta_megatron.exchange.kernels.to_experts import to_experts
-from monta_megatron.exchange.payload import Columns, Payload
 
 THREADS = 32 * WARPS
 MOST_REGISTERS = 128
@@ -34,7 +34,7 @@ def message(num_rows: int, dtype: torch.dtype, hidden_size: int, topk: int = TOP
     """Rows with their lists in a packed message."""
     rows = torch.empty(1, hidden_size, dtype=dtype)
     lists = torch.empty(1, topk), torch.empty(1, topk, dtype=torch.int32)
-    payload = Payload.of([rows, *lists], packed=True)
+    payload = MessageFormat.of([rows, *lists], packed=True)
     return payload.columns(payload.allocate(num_rows))
 
 

@@ -23,10 +23,10 @@ from launch_counts import LaunchCounter, count_launches
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Kind, Operation, Pass, Policy, RowFormat
 from monta_megatron.exchange import operations
+from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.kernels import operations as fused_operations
 from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 from monta_megatron.exchange.operations import OPERATIONS
-from monta_megatron.exchange.state import State
 from monta_megatron.planner import traffic
 from monta_megatron.planner.traffic import HOST_OPERATIONS, num_host_operations
 
@@ -68,11 +68,11 @@ def issued_by(chain: str, kernels: str, quantized: bool = False) -> tuple[tuple[
             counters.append(self)
 
     def counted(do: Callable[..., Any]) -> Callable[..., Any]:
-        def do_counted(state: State, operation: Operation) -> Any:
-            row, program = counters[0]._here, state.bound.program
+        def do_counted(buffers: Buffers, operation: Operation) -> Any:
+            row, program = counters[0]._here, buffers.bound.program
             counters[0]._read_queue()
             before = row.tensor_operations
-            works = do(state, operation)
+            works = do(buffers, operation)
             counters[0]._read_queue()
             number = row.tensor_operations - before
             issued.append((operation.kind, program.pass_, program.row, number))
