@@ -31,7 +31,6 @@ import torch
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     ALIGNMENT_BYTES,
-    Buffer,
     Column,
     Operation,
     Pass,
@@ -201,6 +200,9 @@ class Buffers:
         # Positions of the first stage of the pass, and of the last.
         last = len(exchange.bound.stages) - 1
         self._first, self._last = (last, 0) if pass_.transpose else (0, last)
+        # By buffer that is held until the join, the memory in which it lies.
+        self._places: dict[int, tuple[_Memory, slice]] = {}
+        # Views cost the host as much as an operation, so they are made when they are needed.
         self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
         self._columns: dict[int, Columns] = {0: columns}
         # By buffer of all chunks and by chunk, its rows where they are one run.
@@ -222,18 +224,25 @@ class Buffers:
         return self.bound.program.pass_.name
 
     def messages(self, number: int) -> list[torch.Tensor]:
-        """The messages of a buffer; allocated when they are first written."""
+        """The messages of a buffer; the host of CPU ranks allocates them when they are written."""
         if number not in self._messages:
-            format_ = self.formats[number]
-            rows = self.bound.rows(self.bound.program.buffers[number])
-            self._messages[number] = messages = format_.allocate(int(rows))
-            format_.clear_gaps(messages)
+            if number in self._places:
+                memory, rows = self._places[number]
+                self._messages[number] = [message[rows] for message in memory.messages]
+            else:
+                num_rows = self.bound.rows(self.bound.program.buffers[number])
+                self._messages[number] = self._allocate(self.formats[number], int(num_rows))
         return self._messages[number]
 
     def columns(self, number: int) -> Columns:
         """The columns of a buffer."""
         if number not in self._columns:
-            self._columns[number] = self.formats[number].columns(self.messages(number))
+            format_ = self.formats[number]
+            if format_.packed and number in self._places:
+                memory, rows = self._places[number]
+                self._columns[number] = memory.columns.of_rows(rows)
+            else:
+                self._columns[number] = format_.columns(self.messages(number))
         return self._columns[number]
 
     def source(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
@@ -293,22 +302,32 @@ class Buffers:
         return self._slices[key], None
 
     def _reserve(self, plan: "_Plan") -> None:
-        """Allocate all buffers, those of one format together, and split them by ring slot."""
+        """Allocate all buffers, those of one format together: one ring of slots after the other."""
+        rows_at = self.bound.bound.rows_at
         for format_, slots in plan.allocations:
-            rows = [[int(self.bound.rows(buffer)) for buffer in slot] for slot in slots]
-            sizes = list(map(max, rows))
-            memory = format_.allocate(sum(sizes))
-            format_.clear_gaps(memory)
-            views = format_.columns(memory).tensors() if format_.packed else []
-            split = [each.split_with_sizes(sizes) for each in (*views, *memory)]
-            for slot, of_slot, size, parts in zip(
-                slots, rows, sizes, zip(*split, strict=True), strict=True
-            ):
-                for buffer, num_rows in zip(slot, of_slot, strict=True):
-                    tensors = parts if num_rows == size else [each[:num_rows] for each in parts]
-                    self._columns[buffer.number] = Columns(*tensors[: len(format_.shapes)])
-                    self._messages[buffer.number] = list(tensors[len(views) :])
+            places, end = [], 0
+            for slot in slots:
+                start = end
+                for number, boundary, chunk, copies in slot:
+                    last = start + int(rows_at[boundary][chunk]) * copies
+                    places.append((number, slice(start, last)))
+                    end = max(end, last)
+            messages = self._allocate(format_, end)
+            memory = _Memory(messages, format_.columns(messages))
+            self._places |= {number: (memory, rows) for number, rows in places}
         self.columns(self.bound.program.output)
+
+    def _allocate(self, format_: MessageFormat, num_rows: int) -> list[torch.Tensor]:
+        messages = format_.allocate(num_rows)
+        format_.clear_gaps(messages)
+        return messages
+
+
+class _Memory(NamedTuple):
+    """The memory of several buffers of one format."""
+
+    messages: list[torch.Tensor]
+    columns: Columns
 
 
 class _Plan(NamedTuple):
@@ -316,12 +335,13 @@ class _Plan(NamedTuple):
 
     Attributes:
         formats: of each buffer.
-        allocations: format of buffers that are held until the join -> their ring slots.
+        allocations: format of buffers that are held until the join, and by ring slot the number,
+            boundary, chunk and copies of each of them.
         launches: by series of an operation.
     """
 
     formats: tuple[MessageFormat, ...]
-    allocations: tuple[tuple[MessageFormat, tuple[tuple[Buffer, ...], ...]], ...]
+    allocations: list[tuple[MessageFormat, list[list[tuple[int, int, int, int]]]]]
     launches: dict[int, "Launches"]
 
 
@@ -353,16 +373,15 @@ def _plan(
         )
         for buffer in program.buffers
     )
-    slots: defaultdict[MessageFormat, defaultdict[int, list[Buffer]]]
-    slots = defaultdict(lambda: defaultdict(list))
+    slots: dict[MessageFormat, dict[int, list[tuple[int, int, int, int]]]] = {}
     for buffer, format_ in zip(program.buffers, formats, strict=True):
         if buffer.release in ("join", "window"):
-            slots[format_][buffer.slot].append(buffer)
+            assert buffer.chunk is not None, f"{buffer.name} is the caller's"
+            place = buffer.number, buffer.boundary, buffer.chunk, buffer.copies
+            slots.setdefault(format_, {}).setdefault(buffer.slot, []).append(place)
     return _Plan(
         formats=formats,
-        allocations=tuple(
-            (format_, tuple(map(tuple, of_format.values()))) for format_, of_format in slots.items()
-        ),
+        allocations=[(format_, list(of_format.values())) for format_, of_format in slots.items()],
         launches=defaultdict(dict),
     )
 

@@ -52,9 +52,9 @@ def find_copies(
         all_parts = triton.next_power_of_2(parts.num_parts)
         rows = max(1, min(MOST_ROWS, TILE // all_parts))
         shared = width, ids.stride(0), *of_parts, rows, all_parts
-        launches["count", *of_parts] = Launch(_count_parts, 1, 1, *shared)
+        launches["count", of_parts] = Launch(_count_parts, 1, 1, *shared)
         launches[of_parts] = Launch(_find_copies, 1, 1, *shared)
-    count, find = launches["count", *of_parts], launches[of_parts]
+    count, find = launches["count", of_parts], launches[of_parts]
     *_, rows, _ = count.shared
     num_tiles = blocks_of(num_rows, rows)
     tiles_per_block = blocks_of(num_tiles, MOST_BLOCKS)
