@@ -13,13 +13,11 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
 from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
 from monta_megatron.exchange.kernels.to_experts import to_experts
@@ -96,16 +94,6 @@ def compare() -> None:
     with counted() as total:
         reduce_parts(parts, tokens, torch.float32, 4)
     _check("reduce_parts", total, 5 * NUM_TOKENS * (row + TOPK * 4))
-
-    size = row_bytes(HIDDEN_SIZE)
-    quantized = torch.zeros(NUM_TOKENS, size, dtype=torch.uint8)
-    for name, kernel, columns in (
-        ("quantize", quantize, (quantized, tokens.rows)),
-        ("dequantize", dequantize, (tokens.rows, quantized)),
-    ):
-        with counted() as total:
-            kernel(*columns)
-        _check(name, total, NUM_TOKENS * (row + size))
 
     many = routing_map.repeat(64, 1)
     with counted() as total:
