@@ -58,7 +58,6 @@ def use_of(case: Case) -> first_use.FirstUse:
         topk=case.topk,
         device=torch.device("cpu"),
         kernels="torch",
-        quantized=case.quantized,
     )
 
 

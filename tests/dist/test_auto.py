@@ -92,10 +92,6 @@ PER_NODE = AUTO["moe_monta_cluster"].ranks_per_node
                 ({"hidden": 32}, "hidden_size: 16 and 32"),
                 ({"topk": 3}, "moe_router_topk: 2 and 3"),
                 ({"dtype": "bfloat16"}, "value_bytes: 4 and 2"),
-                (
-                    {"options": {"moe_monta_wire_dtype": "fp8"}},
-                    "moe_monta_wire_dtype: None and fp8",
-                ),
             )
         ),
         (TWO, {"options": {"moe_monta_ranks_per_node": 1}}, "ranks_per_node: 2 and 1"),

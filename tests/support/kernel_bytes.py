@@ -10,8 +10,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from monta_megatron.chains.wire_format import row_bytes
-from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
 from monta_megatron.chains.stages import ExpertRange
@@ -96,16 +94,6 @@ def compare() -> None:
     with counted() as total:
         reduce_parts(parts, tokens, torch.float32, 4)
     _check("reduce_parts", total, 5 * NUM_TOKENS * (row + TOPK * 4))
-
-    size = row_bytes(HIDDEN_SIZE)
-    quantized = torch.zeros(NUM_TOKENS, size, dtype=torch.uint8)
-    for name, kernel, columns in (
-        ("quantize", quantize, (quantized, tokens.rows)),
-        ("dequantize", dequantize, (tokens.rows, quantized)),
-    ):
-        with counted() as total:
-            kernel(*columns)
-        _check(name, total, NUM_TOKENS * (row + size))
 
     many = routing_map.repeat(64, 1)
     with counted() as total:

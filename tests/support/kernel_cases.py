@@ -10,19 +10,11 @@ import random
 from dataclasses import dataclass
 
 import torch
-from monta_megatron.chains.wire_format import (
-    GROUP_SIZE,
-    num_groups,
-    row_bytes,
-    scales_offset_bytes,
-)
-from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange import copies as reference
 from monta_megatron.exchange import copies as routing_counts
 from monta_megatron.exchange import counts
-from monta_megatron.exchange import sums as wire
 from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.copies import Copies, Parts
 from monta_megatron.exchange.kernels.count_routing import count_routing
@@ -149,7 +141,6 @@ def _check(case: Case) -> None:
     _check_reduce_parts(case, width)
     _check_lists(case, routing_map, width)
     _check_counts(case, routing_map)
-    _check_quantize(case)
 
 
 def _check_duplicate(case: Case, before: Columns, copies: Copies, width: int) -> None:
@@ -247,29 +238,6 @@ def _check_reduce_parts(case: Case, width: int) -> None:
         expected.probs.copy_(_narrowed(shares, columns.probs.dtype))
     reduce_parts(columns, into, dtype, parts_per_sum, kept, rank)
     _same_columns("reduce_parts", into, expected, with_nan=True)
-
-
-def _check_quantize(case: Case) -> None:
-    if case.dtype == torch.float64:
-        return
-    rows, size = _values((case.num_rows + 3, case.hidden_size), case.dtype), case.hidden_size
-    if case.dtype == torch.bfloat16:
-        _drop_subnormals(rows)
-    index = torch.randperm(len(rows))[: case.num_rows] if case.in_place else None
-    rows = rows if case.in_place else rows[: case.num_rows]
-    sent, expected = torch.zeros(2, case.num_rows, row_bytes(size), dtype=torch.uint8)
-    quantize(sent, rows, index)
-    wire.quantize(expected, rows, index)
-    # A value of a group without a scale may have any bits.
-    scales = expected[:, scales_offset_bytes(size) :][:, : 4 * num_groups(size)].view(torch.float32)
-    is_nan = scales.isnan().repeat_interleave(GROUP_SIZE, dim=1)[:, :size]
-    for each in (sent, expected):
-        each[:, :size].masked_fill_(is_nan, 0)
-    assert torch.equal(sent, expected), "quantize"
-    arrived, wanted = torch.full((2, *rows.shape), 7.0, dtype=case.dtype)
-    dequantize(arrived, expected, index)
-    wire.dequantize(wanted, expected, index)
-    _same("dequantize", arrived, wanted, with_nan=True)
 
 
 def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:

@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 
 from exchanges import Case, Source, make_data, make_source
 from fake_world import groups_of
-from monta_megatron.chains.wire_format import SCALE_BYTES, num_groups, scales_offset_bytes
 
 from monta_megatron.chains import CHAINS, lower
 from monta_megatron.chains.program import Operation, Program
@@ -73,14 +72,9 @@ class ReplayCase(NamedTuple):
     case: Case
     pipelined: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether rows travel as they are, and the experts come between the passes."""
-        return not self.pipelined and not self.case.quantized
-
     def __str__(self) -> str:
         case = self.case
-        kind = ", experts in the pipeline" * self.pipelined + ", eight bits" * case.quantized
+        kind = ", experts in the pipeline" * self.pipelined
         return f"{case.chain} x{case.num_chunks}, EP {case.ep} x ETP {case.etp}{kind}"
 
 
@@ -98,7 +92,7 @@ class Recorded:
 
 
 def replay_cases() -> list[ReplayCase]:
-    """All chains on all shapes that they take, in 1 to 4 chunks; eight bits; pipelined experts."""
+    """All chains on all shapes that they take, in 1 to 4 chunks; pipelined experts."""
     made = []
     for chain, (ep, etp) in product(CHAINS.values(), ((NUM_RANKS, 1), (NUM_RANKS // 2, 2))):
         case = Case(
@@ -116,7 +110,6 @@ def replay_cases() -> list[ReplayCase]:
             continue
         chunks = NUM_CHUNKS[:1] if chain.serial else NUM_CHUNKS
         made += [ReplayCase(replace(case, num_chunks=number)) for number in chunks]
-        made.append(ReplayCase(replace(case, quantized=True, num_chunks=min(3, chunks[-1]))))
         if chain.rows == "tokens":
             made += [
                 ReplayCase(replace(case, num_chunks=number), pipelined=True)
@@ -305,14 +298,10 @@ def key_of(layer: Layer, buffers: Buffers, operation: Operation) -> tuple[int, s
 
 
 def _sent(buffers: Buffers, operation: Operation) -> list[torch.Tensor]:
-    """The columns of its message, without what fills a quantized row up."""
+    """The columns of its message."""
     number = operation.reads[0]
     columns = buffers.columns(number) if number else buffers.source(operation)[0]
-    rows, *others = columns.tensors()
-    if rows.dtype == torch.uint8:
-        hidden_size = buffers.bound.program.row.hidden_size
-        rows = rows[:, : scales_offset_bytes(hidden_size) + SCALE_BYTES * num_groups(hidden_size)]
-    return [rows, *others]
+    return columns.tensors()
 
 
 def received_by(buffers: Buffers, operation: Operation) -> list[torch.Tensor]:

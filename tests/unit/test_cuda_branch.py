@@ -63,7 +63,6 @@ def make_exchange(
     device: FakeDevice,
     padded: bool = False,
     fused: bool = False,
-    quantized: bool = False,
 ) -> tuple[Exchange, torch.Tensor]:
     """A micro-batch's exchange, and its routing map on the host."""
     chain, layout = CHAINS[chain_name], LAYOUTS[ep, etp]
@@ -80,7 +79,6 @@ def make_exchange(
         monitor=device.recorder.monitor,
         max_experts_per_token=gathered.max_experts_per_token,
         fused=fused,
-        quantized=quantized,
     )
     return exchange, routed
 
@@ -166,20 +164,6 @@ def test_the_host_waits_for_nothing(
         each.step.pass_name for each in device.recorder.collectives() if each.step is not None
     }
     assert passes == {each.name for each in FORWARD_BACKWARD}
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
-@pytest.mark.parametrize("chain_name", CHAINS)
-def test_the_host_waits_for_no_quantized_rows(chain_name: str, fused: bool) -> None:
-    if fused and not HAS_TRITON:
-        pytest.skip("needs triton, which comes with torch's GPU wheels")
-    device = FakeDevice(listed=[ROW_INDICES])
-    exchange, routed = make_exchange(chain_name, 16, 1, device, False, fused, quantized=True)
-    with device:
-        run_layer(exchange, routed, torch.bfloat16)
-        del exchange, routed
-    assert all(crossing == f"{ROW_INDICES} copies to the device" for crossing in device.crossings)
-    assert device.recorder.findings == []
 
 
 def on_host(rows: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,6 @@ def make_exchange(
     num_chunks: int,
     recorder: Recorder,
     fused: bool = False,
-    quantized: bool = False,
 ) -> Exchange:
     counts, width = count(chain, layout, routing_map)
     return Exchange(
@@ -104,7 +103,6 @@ def make_exchange(
         monitor=recorder.monitor,
         max_experts_per_token=width,
         fused=fused,
-        quantized=quantized,
     )
 
 
@@ -141,13 +139,12 @@ def record(
     num_chunks: int,
     routing: Routing = PLAIN,
     streams: type[CudaStreams] = CudaStreams,
-    quantized: bool = False,
 ) -> Recorder:
     """What a layer issues to the device, up to the death of everything that it made."""
     chain = CHAINS[chain_name]
     routing_map = routing.map(layout.num_experts)
     recorder = Recorder(streams)
-    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, quantized=quantized)
+    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder)
     with recorder:
         run_layer(exchange, routing_map)
         del exchange
@@ -194,13 +191,6 @@ def test_fused_kernels_are_ordered_likewise(
     launched = [each.name for each in recorder.queue if each.name.startswith("triton ")]
     assert (launched != []) == (chain.rows == "tokens" or layout.etp > 1)
     assert order_of(recorder) == order_of(sound(chain_name, layout_name, num_chunks))
-
-
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
-def test_quantized_rows_are_ordered_likewise(chain_name: str, layout_name: str) -> None:
-    for num_chunks in (1, 3):
-        recorder = record(chain_name, LAYOUTS[layout_name], num_chunks, quantized=True)
-        assert recorder.findings == []
 
 
 @pytest.fixture

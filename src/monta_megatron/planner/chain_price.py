@@ -10,13 +10,9 @@ from functools import cached_property, lru_cache
 from monta_megatron.chains.chain import Chain, blocks_for
 from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.program import (
-    DISPATCH,
-    DISPATCH_BACKWARD,
-    FORWARD,
     PASSES,
     BoundProgram,
     Operation,
-    Pass,
     Phase,
     Policy,
     Program,
@@ -66,12 +62,6 @@ def peak_bytes(bound: BoundProgram) -> float:
     return peak
 
 
-# The passes that hold most, one per direction, where all rows travel in their own dtype: the other
-# two move the same rows with fewer columns.
-HEAVIEST: dict[Phase, tuple[Pass, ...]] = {
-    "forward": FORWARD,
-    "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
-}
 RESOURCE_NAMES = {
     "inter": "network",
     "intra": "node link",
@@ -199,18 +189,11 @@ def _expected(
         [lower_expected(shape, of_rank, pass_, policy) for of_rank in bound]
         for pass_ in PASSES[phase]
     ]
-    # Rows of eight bits are those of one pass.
-    heaviest = PASSES[phase] if shape.quantized else HEAVIEST[phase]
     return (
         tuple(of_pass[0].program for of_pass in programs),
         tuple(
             pass_traffic(of_pass, shape.tokens_per_rank, num_exchanged_counts)
             for of_pass in programs
         ),
-        max(
-            peak_bytes(program)
-            for pass_, of_pass in zip(PASSES[phase], programs, strict=True)
-            if pass_ in heaviest
-            for program in of_pass
-        ),
+        max(peak_bytes(program) for of_pass in programs for program in of_pass),
     )

@@ -10,8 +10,6 @@ import torch
 pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
 
 from compiled_kernels import TARGETS, Compiled, Launch, launches, launches_of
-from monta_megatron.chains.wire_format import row_bytes
-from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.buffers import Columns, MessageFormat
@@ -83,18 +81,6 @@ def launch_reduce_parts(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
     return launches_of(reduce_parts, before, after, torch.float32, 2, unrounded, 1)
 
 
-def launch_quantize(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
-    into = torch.empty(NUM_ROWS, row_bytes(hidden_size), dtype=torch.uint8)
-    return launches_of(quantize, into, torch.empty(NUM_ROWS, hidden_size, dtype=dtype))
-
-
-def launch_dequantize(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
-    rows = torch.empty(NUM_ROWS, row_bytes(hidden_size), dtype=torch.uint8)
-    index = torch.empty(NUM_ROWS, dtype=torch.int64)
-    into = torch.empty(NUM_ROWS, hidden_size, dtype=dtype)
-    return launches_of(dequantize, into, rows, index)
-
-
 def launch_lists(num_experts: int) -> list[Launch]:
     routing_map = torch.empty(NUM_ROWS, num_experts, dtype=torch.bool)
     probs = torch.empty(NUM_ROWS, num_experts, requires_grad=True)
@@ -128,11 +114,6 @@ ROWS: dict[tuple[Callable[..., list[Launch]], torch.dtype, int], tuple[int, int]
     # In turn the parts, and the one that was not rounded.
     (launch_reduce_parts, BFLOAT16, 4096): (1 + 2, 1),
     (launch_reduce_parts, FLOAT32, 4096): (1, 1),
-    # 16 values of a byte.
-    (launch_quantize, BFLOAT16, 7168): (2, 1),
-    (launch_quantize, FLOAT32, 64): (4, 1),
-    (launch_dequantize, BFLOAT16, 7168): (1, 2),
-    (launch_dequantize, FLOAT32, 4096): (1, 4),
 }
 OTHERS: list[tuple[Callable[..., list[Launch]], object]] = [
     *((launch_find, num_parts) for num_parts in (2, 8, 64, 512)),
