@@ -208,9 +208,9 @@ def test_nothing_is_kept_once_the_graph_is_gone() -> None:
     probs, ids = expert_ids_of(routing_map, torch.rand(TOKENS, NUM_EXPERTS), TOPK)
     output = run_pipeline(chunks, hidden, probs, ids, experts)
     kept = output.grad_fn.pipeline
-    assert not kept._states and not kept._results and not kept.sources
+    assert not kept._under_way and not kept._results and not kept.sources
     output.sum().backward()
-    assert not kept._states and not kept._results and not kept.sources
+    assert not kept._under_way and not kept._results and not kept.sources
 
 
 def test_without_gradient_it_makes_no_graph() -> None:

@@ -200,12 +200,16 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class NoWaitForFills(CudaStreams):
+class ForksEarly(CudaStreams):
     """Stages do not wait for what an allocation has issued on the caller's stream."""
 
-    def on_caller(self, allocate: Any, number: int) -> Any:
-        with torch.cuda.stream(self._caller):
-            return allocate(number)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._before = self._caller.record_event()
+
+    def fork(self, num_streams: int) -> None:
+        with mock.patch.object(self._caller, "record_event", lambda: self._before):
+            super().fork(num_streams)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
@@ -215,14 +219,14 @@ def test_allocations_that_fill(
 ) -> None:
     layout = LAYOUTS[layout_name]
     assert record(chain_name, layout, num_chunks).findings == []
-    findings = record(chain_name, layout, num_chunks, streams=NoWaitForFills).findings
+    findings = record(chain_name, layout, num_chunks, streams=ForksEarly).findings
     assert {finding.kind for finding in findings} == {"race"}
 
 
 class NoWait(CudaStreams):
     """The consumer does not wait for what the stage before it launched."""
 
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
         wait, own = super().ready(works), self._current
 
         def wait_on_own_stream() -> None:
@@ -241,7 +245,7 @@ class PreviousEvent(CudaStreams):
         super().__init__(device)
         self.previous: dict[torch.cuda.Stream, Ready] = {}
 
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
         wait = self.previous.get(self._current, lambda: None)
         self.previous[self._current] = super().ready(works)
         return wait
@@ -262,17 +266,23 @@ class NoKeep(CudaStreams):
 
 
 class AllocatesOnStages(CudaStreams):
-    """Held until the join, but of the stage's own memory."""
+    """Held until the join, but memory of a stage's stream."""
 
-    def on_caller(self, allocate: Any, number: int) -> Any:
-        return allocate(number)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        (stream,) = streams_module._side_streams(device, self._caller, 1)
+        torch.cuda.set_stream(stream)
+
+    def fork(self, num_streams: int) -> None:
+        torch.cuda.set_stream(self._caller)
+        super().fork(num_streams)
 
 
 class WaitAtOnce(CudaStreams):
     """The stage's own stream waits for its collective as soon as that is launched."""
 
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
-        for work in works:
+    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
+        for work in works or ():
             work.wait()
         return super().ready(works)
 
