@@ -30,8 +30,6 @@ Policy: TypeAlias = Literal["host", "streams", "fused"]
 Resource: TypeAlias = Literal["inter", "intra", "memory"]
 # Those of collectives.
 LINKS: tuple[Resource, ...] = ("inter", "intra")
-# A resource, or the compute units: of experts.
-ResourceOrCompute: TypeAlias = Literal[Resource, "compute"]
 Kind: TypeAlias = Literal[
     "pack",
     "find_lists",
@@ -43,8 +41,6 @@ Kind: TypeAlias = Literal[
     "allgather",
     "reduce_parts",
     "put",
-    # Of a whole layer's program alone, see `pipelined_layer`.
-    "experts",
 ]
 # Operations that a calibration times and a curve prices.
 PricedOperation: TypeAlias = Literal[
@@ -189,7 +185,7 @@ class Operation(NamedTuple):
     series: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    resource: ResourceOrCompute
+    resource: Resource
     group: GroupName | None
     stream: int
     waits: tuple[int, ...]
@@ -329,7 +325,6 @@ def waits_of(
     operations: Sequence[Operation],
     needs: Sequence[Collection[int]],
     policy: Policy,
-    awaited: Collection[Kind] = COLLECTIVES,
 ) -> list[Waits]:
     """Operations that each operation waits for.
 
@@ -338,17 +333,14 @@ def waits_of(
         needs: for each, the operations that have to end before it: they have written what it reads,
             or read what it overwrites.
         policy: how the program is executed.
-        awaited: kinds of operations that run beside their stream, or the host, and are waited for.
     """
-    return (_on_host if policy == "host" else _on_streams)(operations, needs, awaited)
+    return (_on_host if policy == "host" else _on_streams)(operations, needs)
 
 
-def _on_streams(
-    operations: Sequence[Operation], needs: Sequence[Collection[int]], awaited: Collection[Kind]
-) -> list[Waits]:
+def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
     """On a device: streams wait for each other, the host for nothing."""
     # Queues, each of which runs its operations in order: a side stream, or a group's own.
-    queues = [one.group if one.kind in awaited else one.stream for one in operations]
+    queues = [one.group if one.is_collective else one.stream for one in operations]
     # (stream, queue) -> the latest operation of the queue for which the stream has waited.
     waited: dict[tuple[int, object], int] = {}
     latest: dict[object, int] = {}
@@ -367,9 +359,7 @@ def _on_streams(
     return result
 
 
-def _on_host(
-    operations: Sequence[Operation], needs: Sequence[Collection[int]], awaited: Collection[Kind]
-) -> list[Waits]:
+def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
     """On CPU ranks: the host waits for collectives, and for each copy that it makes itself."""
     waited: set[int] = set()
     copied: tuple[int, ...] = ()
@@ -378,11 +368,10 @@ def _on_host(
         waits = tuple(
             need
             for need in sorted(numbers)
-            if operations[need].kind in awaited and need not in waited
+            if operations[need].is_collective and need not in waited
         )
         waited.update(waits)
-        is_awaited = operation.kind in awaited
-        host: Literal["starts", "runs"] = "starts" if is_awaited else "runs"
+        host: Literal["starts", "runs"] = "starts" if operation.is_collective else "runs"
         result.append(Waits(waits, (), copied + waits, host))
-        copied = copied if is_awaited else (number,)
+        copied = copied if operation.is_collective else (number,)
     return result
