@@ -9,6 +9,7 @@ Notation: C = number of chunks, H = hidden size, W = most experts of any token.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
@@ -57,14 +58,24 @@ PricedOperation: TypeAlias = Literal[
     "unpermute",
 ]
 COLLECTIVES: tuple[Literal["alltoall", "allgather"], ...] = ("alltoall", "allgather")
-# When a buffer's memory is given back: to the next chunk but W - 1 once it was read ("window"), at
-# the end of the pass ("join"), once it was read for the last time ("last read"); a "caller" has its
-# own, and what says where copies lie is kept for the passes that follow ("exchange").
-Release: TypeAlias = Literal["window", "join", "last read", "caller", "exchange"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pass:
+class Release(Enum):
+    """When the memory of a buffer is released."""
+
+    WINDOW = "window"
+    """To a later chunk: its slot of the ring buffer is overwritten once it has been read."""
+    JOIN = "join"
+    """At the end of the pass, when the caller's stream waits for the side streams."""
+    LAST_READ = "last read"
+    """When the last operation that reads it has ended; without a reader, after its own."""
+    CALLER = "caller"
+    """Never by the pass: its input and its output belong to the caller."""
+    EXCHANGE = "exchange"
+    """With the micro-batch: lists of copies, which later passes read again."""
+
+
+class Pass(NamedTuple):
     """One of the four passes over a chain, and which columns it carries besides the hidden rows."""
 
     name: str
@@ -125,7 +136,7 @@ class Buffer(NamedTuple):
         copies: how many times it holds them.
         columns: what a row consists of; none for what says where copies lie.
         packed: the columns share one message; else one message for each.
-        release: when its memory is given back.
+        release: when its memory is released.
         slot: buffers with the same slot use the same memory, one after the other.
         last_read: the last operation that reads it.
         series: buffers that hold the same of other chunks have the same number here.
@@ -248,8 +259,7 @@ class Program:
         return by_slot
 
 
-@dataclass(frozen=True, kw_only=True)
-class BoundProgram:
+class BoundProgram(NamedTuple):
     """A program with the rows of one rank and one micro-batch.
 
     Attributes:
