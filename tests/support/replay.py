@@ -38,7 +38,7 @@ from exchanges import Case, Source, make_data, make_source
 from fake_world import groups_of
 
 from monta_megatron.chains import CHAINS, lower
-from monta_megatron.chains.program import Operation, Program
+from monta_megatron.chains.program import Operation, Program, Release
 from monta_megatron.exchange import executor, operations
 from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.exchange import Exchange
@@ -364,7 +364,7 @@ class StandIn:
         sent, received = _sent(buffers, operation), received_by(buffers, operation)
         # What the caller owns, or a later operation reads, stays.
         buffer = buffers.bound.program.buffers[operation.reads[0]]
-        is_last = buffer.release != "caller" and buffer.last_read == operation.number
+        is_last = buffer.release is not Release.CALLER and buffer.last_read == operation.number
 
         def run() -> None:
             self._arrive(key, sent, expected, received, arriving)

@@ -20,7 +20,7 @@ from stream_recorder import Entry, Finding, RecordedStream, Recorder, times_in_o
 from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
 from monta_megatron.chains import lower as lower_module
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, RowFormat
+from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, Release, RowFormat
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.core import Layout
 from monta_megatron.exchange import operations
@@ -312,7 +312,7 @@ def test_memory_given_back_before_the_join_is_found(chain_name: str, layout_name
     def released_at_last_read(*structure: Any) -> Program:
         made = program(*structure)
         buffers = (
-            each if each.release == "caller" else each._replace(release="last read")
+            each if each.release is Release.CALLER else each._replace(release=Release.LAST_READ)
             for each in made.buffers
         )
         return dataclasses.replace(made, buffers=tuple(buffers))

@@ -36,6 +36,7 @@ from monta_megatron.chains.program import (
     Pass,
     Policy,
     Program,
+    Release,
     RowFormat,
     offsets_bytes,
 )
@@ -281,7 +282,7 @@ class Buffers:
         """Free buffers at their last read; all others are held until the join."""
         for number in operation.reads:
             buffer = self.bound.program.buffers[number]
-            if buffer.release == "last read" and buffer.last_read == operation.number:
+            if buffer.release is Release.LAST_READ and buffer.last_read == operation.number:
                 self._messages.pop(number, None)
                 self._columns.pop(number, None)
                 if number == 0:
@@ -375,7 +376,7 @@ def _plan(
     )
     slots: dict[MessageFormat, dict[int, list[tuple[int, int, int, int]]]] = {}
     for buffer, format_ in zip(program.buffers, formats, strict=True):
-        if buffer.release in ("join", "window"):
+        if buffer.release in (Release.JOIN, Release.WINDOW):
             assert buffer.chunk is not None, f"{buffer.name} is the caller's"
             place = buffer.number, buffer.boundary, buffer.chunk, buffer.copies
             slots.setdefault(format_, {}).setdefault(buffer.slot, []).append(place)

@@ -16,6 +16,7 @@ from monta_megatron.chains.program import (
     Phase,
     Policy,
     Program,
+    Release,
 )
 from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
@@ -39,7 +40,7 @@ def peak_bytes(bound: BoundProgram) -> float:
     live = {program.buffers[0].slot: 0.0}
     if program.policy != "host":
         # Those that are held until the join are allocated before the first operation.
-        held = (buffer for buffer in program.buffers if buffer.release != "last read")
+        held = (buffer for buffer in program.buffers if buffer.release is not Release.LAST_READ)
         live = {buffer.slot: sizes[buffer.slot] for buffer in held} | live
     peak = sum(live.values())
 
@@ -47,7 +48,7 @@ def peak_bytes(bound: BoundProgram) -> float:
         for number in {*operation.reads, *operation.writes}:
             buffer = program.buffers[number]
             # A buffer that nothing reads is needed by its own operation alone.
-            if buffer.release == "last read" and buffer.last_read in (-1, operation.number):
+            if buffer.release is Release.LAST_READ and buffer.last_read in (-1, operation.number):
                 live.pop(buffer.slot, None)
 
     for operation in program.operations:

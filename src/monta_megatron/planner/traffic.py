@@ -269,7 +269,7 @@ def _exchanges(
     programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]
 ) -> StageTraffic:
     first = series[0]
-    assert first.group is not None and first.resource != "compute", f"{first.kind}: no collective"
+    assert first.group is not None, f"{first.kind}: no collective"
     chunks = [operation.chunk for operation in series]
     message_bytes = programs[0].message_bytes(programs[0].program.buffers[first.writes[0]])
     peers = [peers_of(program.bound.layout, first.group) for program in programs]
