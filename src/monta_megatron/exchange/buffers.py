@@ -20,6 +20,7 @@ read for the last time.
 Notation: N = rows, H = hidden size, W = most experts of any token.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,8 +105,7 @@ class MessageFormat:
     def allocate(self, num_rows: int) -> list[torch.Tensor]:
         """Uninitialised messages for `num_rows` rows."""
         if self.packed:
-            row_bytes = self._offsets_bytes[-1]
-            return [torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=self.device)]
+            return [torch.empty(num_rows, *self.row_bytes, dtype=torch.uint8, device=self.device)]
         return [
             torch.empty(num_rows, *shape, dtype=dtype, device=self.device)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -116,10 +116,8 @@ class MessageFormat:
         if not self.packed:
             return Columns(*messages)
         views = []
-        offsets = self._offsets_bytes
-        for shape, dtype, offset in zip(self.shapes, self.dtypes, offsets, strict=False):
-            num_bytes = shape[0] * dtype.itemsize if shape else dtype.itemsize
-            view = messages[0][:, offset : offset + num_bytes].view(dtype)
+        for shape, dtype, place in zip(self.shapes, self.dtypes, self._places_bytes, strict=True):
+            view = messages[0][:, place].view(dtype)
             views.append(view if shape else view[:, 0])
         return Columns(*views)
 
@@ -129,28 +127,34 @@ class MessageFormat:
             messages[0][:, gap].zero_()
 
     @cached_property
-    def _gaps_bytes(self) -> list[slice]:
-        """Padding bytes of a row, before an aligned column or the next row."""
-        if not self.packed:
-            return []
-        ends = [
-            offset + (shape[0] if shape else 1) * dtype.itemsize
-            for offset, shape, dtype in zip(
-                self._offsets_bytes, self.shapes, self.dtypes, strict=False
-            )
-        ]
-        gaps = zip(ends, self._offsets_bytes[1:], strict=True)
-        return [slice(end, begin) for end, begin in gaps if end < begin]
+    def row_bytes(self) -> list[int]:
+        """Bytes of a row in each message."""
+        sizes = [math.prod(shape) for shape in self.shapes]
+        widths = [dtype.itemsize for dtype in self.dtypes]
+        if self.packed:
+            return offsets_bytes(list(zip(sizes, widths, strict=True)))[-1:]
+        return [size * width for size, width in zip(sizes, widths, strict=True)]
 
     @cached_property
-    def _offsets_bytes(self) -> list[int]:
-        """Offsets of the columns in a packed row, followed by the size of the row."""
-        return offsets_bytes(
-            [
-                (shape[0] if shape else 1, dtype.itemsize)
-                for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-            ]
-        )
+    def _places_bytes(self) -> list[slice]:
+        """Place of each column in a packed row."""
+        sizes = [
+            (math.prod(shape), dtype.itemsize)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+        return [
+            slice(offset, offset + num_values * value_bytes)
+            for offset, (num_values, value_bytes) in zip(offsets_bytes(sizes), sizes, strict=False)
+        ]
+
+    @cached_property
+    def _gaps_bytes(self) -> list[slice]:
+        """Padding of a packed row, before an aligned column or the next row."""
+        if not self.packed:
+            return []
+        starts = [*(place.start for place in self._places_bytes[1:]), *self.row_bytes]
+        ends = [place.stop for place in self._places_bytes]
+        return [slice(*gap) for gap in zip(ends, starts, strict=True) if gap[0] < gap[1]]
 
 
 class Buffers:

@@ -60,12 +60,12 @@ class PeerGroup:
     def peers(self) -> dict[str, list[int]]:
         """The other ranks by resource: "inter" over the network, "intra" over the node link."""
         here = self.nodes[self.rank]
-        return {
-            "inter": [peer for peer in range(self.size) if self.nodes[peer] != here],
-            "intra": [
-                peer for peer in range(self.size) if self.nodes[peer] == here and peer != self.rank
-            ],
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        by_resource = {
+            "inter": [peer for peer in others if self.nodes[peer] != here],
+            "intra": [peer for peer in others if self.nodes[peer] == here],
         }
+        return {resource: peers for resource, peers in by_resource.items() if peers}
 
 
 def start_all_to_all(

@@ -153,7 +153,8 @@ def _start(buffers: Buffers, operation: Operation, start: Callable[..., dist.Wor
     if monitor.recorder is not None:
         monitor.note("start", buffers.pass_name, operation)
     works = []
-    for output, message in zip(outputs, messages, strict=True):
+    row_bytes = buffers.formats[operation.reads[0]].row_bytes
+    for output, message, num_bytes in zip(outputs, messages, row_bytes, strict=True):
         works.append(start(output, message, receive, send, group))
-        monitor.sent(operation.stage, group, send, message)
+        monitor.sent(operation.stage, group, send, num_bytes)
     return monitor.watch(works, buffers.pass_name, operation)
