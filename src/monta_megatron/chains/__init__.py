@@ -23,7 +23,7 @@ CHAINS: dict[str, Chain] = {
     )
 }
 
-# Used where a chain is named without a number of chunks.
+# Number of chunks of a chain that is given without one.
 DEFAULT_NUM_CHUNKS = 4
 
 __all__ = [
@@ -44,8 +44,8 @@ def check_chain(name: str, field: str, also: Sequence[str] = ()) -> None:
 
     Args:
         name: the name.
-        field: where it was given, for the message.
-        also: what may stand there instead of a chain.
+        field: of the message, such as an option.
+        also: other accepted values.
 
     Raises:
         ValueError: there is no such chain.
@@ -56,15 +56,15 @@ def check_chain(name: str, field: str, also: Sequence[str] = ()) -> None:
 
 
 def chunks_of(chain: Chain, num_chunks: int | None, field: str) -> int:
-    """The number of chunks of a chain that was named.
+    """Number of chunks of a chain, with its default.
 
     Args:
         chain: the chain.
-        num_chunks: the number that was given with it, at least 1; None where none was.
-        field: where it was given, for the message.
+        num_chunks: at least 1; None for the default.
+        field: of the message, such as an option.
 
     Raises:
-        ValueError: a serial chain was to run in more than one.
+        ValueError: the chain is serial and `num_chunks` is above 1.
     """
     if num_chunks is None:
         return 1 if chain.serial else DEFAULT_NUM_CHUNKS

@@ -1,9 +1,11 @@
-"""`allgather`: every rank gets every token and keeps what its experts want.
+"""`allgather`: every rank gets every token, and copies those of its own experts.
 
     Permute (split) | AG(TP x EP) | Duplicate (per expert) | Permute (into expert order)
 
 It wins where few ranks share the experts and top-k is close to their number, so that most tokens
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
+
+Notation: C = number of chunks, S = source ranks.
 """
 
 from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
@@ -25,8 +27,8 @@ GATHER = AllGather(name="allgather", group="tp_ep")
 def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[BoundStage, ...]:
     """Rows per stage, chunk and peer; see `Chain.bind`."""
     assert isinstance(counts, TokenCounts)
-    gathered = by_chunk(counts.tokens, num_chunks, axis=1).T  # [C, S]
-    gather = bind_gather(GATHER, gathered, layout.rank)
+    tokens_CS = by_chunk(counts.tokens, num_chunks, axis=1).T
+    gather = bind_gather(GATHER, tokens_CS, layout.rank)
     return (
         bind_split(layout, counts, num_chunks),
         gather,

@@ -1,9 +1,9 @@
-"""`alltoall`: stock's order of stages, one after the other, in one chunk.
+"""`alltoall`: the stages of stock's dispatcher, serially, in one chunk.
 
     A2A(EP) then AG(ETP) then Permute (into expert order)
 
-The plainest chain: it wins on one node, where messages are tiny, and at top-1. Its
-stages are those of `alltoall_allgather`, which pipelines them.
+It wins on one node, where messages are tiny, and at top-1. `alltoall_allgather` pipelines the same
+stages.
 """
 
 from monta_megatron.chains.alltoall_allgather import ALLTOALL_ALLGATHER, bind_stages

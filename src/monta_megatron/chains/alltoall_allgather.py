@@ -7,12 +7,14 @@ copies of the chunk before that run alongside both (arXiv 2411.00662; here in fo
 At ETP = 1 it is a chunked AllToAll. A row is a permuted token, so a token may cross the network
 once for each of its experts.
 
-Order of rows (etp rank t, source EP rank s, local expert l; r: the tokens of one (t, s, l)):
+Notation: C = number of chunks, T = ETP ranks, E = EP ranks, L = local experts of each.
 
-    source side       (s = this rank)   expert-major: Megatron's own permutation
-    after A2A(EP)     (s, l, r)         of chunk c
-    after AG(ETP)     (t, s, l, r)      of chunk c
-    expert side       (l, t, s, r)      stock's order, all chunks
+Order of rows (ETP rank t, source EP rank e, local expert l; r: the tokens of one (t, e, l)):
+
+    source side       (e = this rank)   expert-major: Megatron's own permutation
+    after A2A(EP)     (e, l, r)         of chunk c
+    after AG(ETP)     (t, e, l, r)      of chunk c
+    expert side       (l, t, e, r)      stock's order, all chunks
 
 Hand-worked: EP 2, ETP 1, L = 2, two chunks; this rank holds rows [a a b b b b | c d d] for the
 experts 0 1 | 2 3. Chunk 0 takes two thirds of each count, plus a third of a row for the second
@@ -46,41 +48,40 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     num_local_experts = counts.sent.shape[-1]
     etp_rank = layout.rank % layout.etp
 
-    # Step 1: split the rows of every source for every expert.
-    sent_bounds = split(counts.sent, num_chunks)  # [C + 1, EP, L]
-    received_bounds = split(counts.received, num_chunks)  # [C + 1, ETP, EP, L]
-    sent = np.diff(sent_bounds, axis=0)  # [C, EP, L]
-    received = np.diff(received_bounds, axis=0)  # [C, ETP, EP, L]
+    # Step 1: split the rows of every source for every expert; bounds of chunks are [C + 1, ...].
+    sent_bounds, received_bounds = (
+        split(rows, num_chunks) for rows in (counts.sent, counts.received)
+    )
+    sent_CEL, received_CTEL = (np.diff(of, axis=0) for of in (sent_bounds, received_bounds))
 
-    # Step 2: on the source side, a chunk's rows are one run of every expert's rows.
+    # Step 2: scatter map of the source side: one run of every expert's rows.
+    def source_starts() -> RowCounts:
+        return (starts_of(counts.sent) + sent_bounds[:-1]).reshape(num_chunks, -1)
+
     packed = None
     if num_chunks > 1:
-        packed = Segments(
-            lengths=sent.reshape(num_chunks, -1),
-            find_starts=lambda: (starts_of(counts.sent) + sent_bounds[:-1]).reshape(num_chunks, -1),
-        )
+        packed = Segments(lengths=sent_CEL.reshape(num_chunks, -1), find_starts=source_starts)
 
-    # Step 3: the exchange and the gather.
-    arrived = received[:, etp_rank].sum(axis=2)  # [C, EP]
-    gathered = received.sum(axis=(2, 3))  # [C, ETP]
+    # Step 3: scatter map of the expert side: runs (l, t, e), each after those of earlier chunks.
+    def expert_starts() -> RowCounts:
+        # [T, E, L] -> [L, T, E], laid end to end, and back
+        starts_TEL = starts_of(counts.received.transpose(2, 0, 1)).transpose(1, 2, 0)
+        return (starts_TEL + received_bounds[:-1]).reshape(num_chunks, -1)
 
-    # Step 4: expert order (l, t, s), each chunk's run after those of the earlier chunks.
     ordered = None
     if num_chunks > 1 or num_local_experts > 1:
+        ordered = Segments(lengths=received_CTEL.reshape(num_chunks, -1), find_starts=expert_starts)
 
-        def find_starts() -> RowCounts:
-            by_expert = starts_of(counts.received.transpose(2, 0, 1)).transpose(1, 2, 0)
-            return (by_expert + received_bounds[:-1]).reshape(num_chunks, -1)
-
-        ordered = Segments(lengths=received.reshape(num_chunks, -1), find_starts=find_starts)
-
-    sent_total = sent.sum(axis=(1, 2))[:, None]
-    gathered_total = gathered.sum(axis=1)[:, None]
+    # Step 4: rows of each stage.
+    arrived_CE = received_CTEL[:, etp_rank].sum(axis=2)
+    gathered_CT = received_CTEL.sum(axis=(2, 3))
+    source_rows_C1 = sent_CEL.sum(axis=(1, 2))[:, None]
+    expert_rows_C1 = gathered_CT.sum(axis=1)[:, None]
     return (
-        BoundStage(stage=PACK, send=sent_total, receive=sent_total, segments=packed),
-        BoundStage(stage=EXCHANGE, send=sent.sum(axis=2), receive=arrived),
-        bind_gather(GATHER, gathered, etp_rank),
-        BoundStage(stage=ORDER, send=gathered_total, receive=gathered_total, segments=ordered),
+        BoundStage(stage=PACK, send=source_rows_C1, receive=source_rows_C1, segments=packed),
+        BoundStage(stage=EXCHANGE, send=sent_CEL.sum(axis=2), receive=arrived_CE),
+        bind_gather(GATHER, gathered_CT, etp_rank),
+        BoundStage(stage=ORDER, send=expert_rows_C1, receive=expert_rows_C1, segments=ordered),
     )
 
 

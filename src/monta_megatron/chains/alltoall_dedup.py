@@ -4,6 +4,8 @@
 
 It wins where EP lies on one node and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
 one partial sum per (token, rank): one hop.
+
+Notation: C = number of chunks, E = EP ranks.
 """
 
 from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
@@ -39,13 +41,13 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     assert isinstance(counts, TokenCounts)
     assert counts.sent_to_ranks is not None and counts.for_rank is not None
     split = bind_split(layout, counts, num_chunks)
-    send = by_chunk(counts.sent_to_ranks, num_chunks, axis=0)  # [C, EP]
-    receive = by_chunk(counts.for_rank, num_chunks, axis=1).T  # [C, EP]
+    sent_CE = by_chunk(counts.sent_to_ranks, num_chunks, axis=0)
+    received_CE = by_chunk(counts.for_rank, num_chunks, axis=1).T
     parts = ExpertRange(first=0, size=layout.num_local_experts, num_parts=layout.ep)
-    exchange = BoundStage(stage=EXCHANGE, send=send, receive=receive)
+    exchange = BoundStage(stage=EXCHANGE, send=sent_CE, receive=received_CE)
     return (
         split,
-        bind_copies(TO_RANKS, split.receive[:, 0], send, parts),
+        bind_copies(TO_RANKS, split.receive[:, 0], sent_CE, parts),
         exchange,
         *bind_experts(layout, counts, exchange, arrival(layout.ep, layout.etp)),
     )

@@ -1,8 +1,9 @@
 """A chain: a short list of stages, and the rule that turns counts into rows per stage and chunk.
 
 Dispatch applies the chain to the rows, and combine applies its transpose; the backward pass of
-each applies what the other does. So one description serves all four passes. Rows are split into
-chunks along tokens; each chunk's rows have their places in stock's order. No torch.
+dispatch is the transpose again, and that of combine the chain. So one description serves all four
+passes. Rows are split into chunks along tokens; every chunk scatters its rows into stock's order.
+No torch.
 
 Notation: C = number of chunks, B = number of token blocks, S = source ranks, EP = expert parallel
 size, ETP = expert tensor parallel size, L = local experts per EP rank.
@@ -30,21 +31,21 @@ from monta_megatron.core import GroupName, Layout
 
 
 def split(rows: RowCounts, num_chunks: int) -> RowCounts:
-    """Split every count into `num_chunks` parts: equal ones, then one of half their size.
+    """Split every count into `num_chunks` parts: equal ones, and a last one of half their size.
 
     Each source's rows for each expert are split separately, so a chunk holds the same share of all
     of them, and every rank knows every split from the counts alone. The remainders of neighbouring
-    experts fall into different chunks; without that the last chunk would collect them all.
+    experts fall into different chunks; otherwise the last chunk would collect them all.
 
-    The last chunk is smaller because nothing hides what comes after its collective; transposed
-    passes take it first (`chains/lower.py`).
+    The last chunk is smaller because nothing hides the copies after its collective; transposed
+    passes start with it (`chains/lower.py`).
 
     Args:
         rows: [..., L] counts.
         num_chunks: C.
 
     Returns:
-        [C + 1, ..., L] where the chunks begin and end: from 0 to `rows`.
+        [C + 1, ..., L] bounds of the chunks, from 0 to `rows`.
     """
     halves = 2 * num_chunks - 1
     steps = 2 * np.arange(num_chunks + 1).reshape(-1, *[1] * rows.ndim)
@@ -53,49 +54,48 @@ def split(rows: RowCounts, num_chunks: int) -> RowCounts:
     return np.minimum((steps * rows + np.arange(rows.shape[-1]) % halves) // halves, rows)
 
 
-# Least number of token blocks to count for several chunks; a chunk is made of whole blocks.
+# Least number of token blocks to count for several chunks; a chunk consists of whole blocks.
 NUM_BLOCKS = 8
 
 
 def blocks_for(num_chunks: int) -> int:
-    """B: how many token blocks are counted for a chain that may run in `num_chunks` chunks."""
+    """B: number of token blocks to count for a chain that may run in `num_chunks` chunks."""
     return 1 if num_chunks == 1 else max(NUM_BLOCKS, num_chunks)
 
 
 @cache
 def first_blocks(num_blocks: int, num_chunks: int) -> NDArray[np.int64]:
-    """[C] the first block of each chunk, where chunks are made of whole blocks; see `split`."""
+    """[C] first block of each chunk, where chunks consist of whole blocks; see `split`."""
     first = np.rint(2 * num_blocks * np.arange(num_chunks) / (2 * num_chunks - 1))
     return first.astype(np.int64)
 
 
 def starts_of(lengths: RowCounts) -> RowCounts:
-    """First row of each run when runs of `lengths` lie one after the other, in flat order."""
+    """First row of each run, laid end to end: the exclusive prefix sum of `lengths`, flat."""
     flat = lengths.ravel()
     return (np.cumsum(flat) - flat).reshape(lengths.shape)
 
 
-def expert_order(runs: RowCounts, source_order: NDArray[np.int64]) -> Segments:
-    """Places of each chunk's rows in stock's order on the experts' side.
+def expert_order(runs_CLS: RowCounts, source_order_S: NDArray[np.int64]) -> Segments:
+    """Scatter map of each chunk's rows into stock's order on the expert side.
 
     Args:
-        runs: [C, L, S] rows of each chunk, as they lie in it: by expert, then by source.
-        source_order: the sources in stock's order, (ETP rank, EP rank), as positions in S.
+        runs_CLS: rows of each chunk in its own order: by expert, then by source.
+        source_order_S: indices of the sources in stock's order, (ETP rank, EP rank).
 
     Returns:
-        Runs in the order (expert, source in stock's order, chunk): each after those of the earlier
-        chunks.
+        Runs whose order in the tensor is (expert, source in stock's order, chunk).
     """
     return Segments(
-        lengths=runs.reshape(len(runs), -1),
-        find_starts=partial(_expert_starts, runs, source_order),
+        lengths=runs_CLS.reshape(len(runs_CLS), -1),
+        find_starts=partial(_expert_starts, runs_CLS, source_order_S),
     )
 
 
-def _expert_starts(runs: RowCounts, source_order: NDArray[np.int64]) -> RowCounts:
+def _expert_starts(runs_CLS: RowCounts, source_order_S: NDArray[np.int64]) -> RowCounts:
     # [C, L, S] -> [L, S in stock's order, C], laid end to end, and back
-    starts = starts_of(runs[..., source_order].transpose(1, 2, 0)).transpose(2, 0, 1)
-    return starts[..., np.argsort(source_order)].reshape(len(runs), -1)
+    starts_CLS = starts_of(runs_CLS[..., source_order_S].transpose(1, 2, 0)).transpose(2, 0, 1)
+    return starts_CLS[..., np.argsort(source_order_S)].reshape(len(runs_CLS), -1)
 
 
 Rows: TypeAlias = Literal["permuted tokens", "tokens"]
@@ -103,10 +103,10 @@ Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
 
 
 class ChainCounts(Protocol):
-    """Counts by which a chain is bound; those of `Counts` or of `TokenCounts`, by its `rows`."""
+    """Counts that a chain is bound to: `Counts` or `TokenCounts`, by its `rows`."""
 
     def check_chunks(self, num_chunks: int) -> None:
-        """Check that so many chunks can be made; raises ValueError."""
+        """Check that the rows can be split into this many chunks; raises ValueError."""
 
     def num_source_rows(self, rank: int) -> float:
         """Rows of a rank on the source side; an integer at run time."""
@@ -119,8 +119,7 @@ class ChainCounts(Protocol):
 class Counts:
     """Counts of token-expert pairs, for the chains whose rows are permuted tokens.
 
-    Run-time counts are integers; the planner passes expected values as floats through the same
-    code.
+    Counts are integers at run time, and expected values (floats) in the planner.
 
     Attributes:
         sent: [EP, L] rows of this rank for each expert, by the expert's EP rank.
@@ -131,7 +130,7 @@ class Counts:
     received: RowCounts
 
     def check_chunks(self, num_chunks: int) -> None:
-        """See `ChainCounts`: rows are split one by one."""
+        """See `ChainCounts`: any number, as rows are split one by one."""
 
     def num_source_rows(self, rank: int) -> float:
         """See `ChainCounts`."""
@@ -148,8 +147,8 @@ class Counts:
 class TokenCounts:
     """Counts by token block, for the chains whose rows are tokens.
 
-    "For" a rank or a node means tokens with at least one expert there. Only what the chain needs
-    is set; the rest is None.
+    "For" a rank or a node means tokens with at least one expert there. Counts that the chain does
+    not need are None.
 
     Attributes:
         tokens: [S, B] tokens of every source.
@@ -170,7 +169,7 @@ class TokenCounts:
     for_node_ranks: RowCounts | None = None
 
     def check_chunks(self, num_chunks: int) -> None:
-        """See `ChainCounts`: a chunk is made of whole blocks."""
+        """See `ChainCounts`: a chunk consists of whole blocks."""
         num_blocks = self.tokens.shape[1]
         if num_chunks > num_blocks:
             raise ValueError(
@@ -184,7 +183,7 @@ class TokenCounts:
         return rows
 
     def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
-        """See `ChainCounts`; the last two stages copy for each expert, [C, L], and order them."""
+        """See `ChainCounts`: the last stage but one has copies for each expert, [C, L]."""
         rows: RowCounts = stages[-2].receive.sum(axis=0)
         return rows
 
@@ -212,8 +211,8 @@ def order_of_issue(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, i
     Stage s of chunk c is issued in step c + offsets[s]; within a step, stages go in order.
 
     Args:
-        offsets: how many steps each stage of a pass trails the first; see `pipeline_offsets`.
-        num_chunks: C; chunks are numbered in the order in which the pass takes them.
+        offsets: steps by which each stage of a pass trails the first; see `pipeline_offsets`.
+        num_chunks: C; chunks are numbered in the order of the pass.
     """
     return [
         (position, step - offset)
@@ -228,9 +227,9 @@ class Chain:
     """A list of stages and its binding.
 
     Attributes:
-        name: what users write, such as "alltoall_allgather".
-        rows: what a row is on the source side: a permuted token, as Megatron makes them, or a
-            token, which is copied for the parts it goes to.
+        name: as in options, such as "alltoall_allgather".
+        rows: a row of the source side: a permuted token, by Megatron's own permutation, or a token,
+            which is copied for the parts that it goes to.
         stages: applied left to right by dispatch, transposed right to left by combine.
         bind_stages: (layout, counts, num_chunks) -> the stages with their rows.
         incompatibility: why the chain cannot run on a layout, or None if it can.
@@ -262,7 +261,7 @@ class Chain:
         Args:
             layout: this rank's place.
             counts: `Counts` where rows are permuted tokens, `TokenCounts` where they are tokens.
-            num_chunks: C; at most B where rows are tokens, whose chunks are made of whole blocks.
+            num_chunks: C; at most B where rows are tokens, whose chunks consist of whole blocks.
 
         Raises:
             ValueError: `num_chunks` is below 1, or above the number of blocks.
@@ -283,7 +282,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundChain:
-    """A chain with the rows that one rank moves in each stage and chunk.
+    """A chain with the rows of one rank in each stage and chunk.
 
     Attributes:
         chain: the chain that was bound.
@@ -313,7 +312,7 @@ class BoundChain:
 
     @cached_property
     def rows_at(self) -> list[list[float]]:
-        """The same as numbers of Python, integers at run time."""
+        """The same as Python numbers, integers at run time."""
         before = [stage.rows_before.tolist() for stage in self.stages]
         return [*before, self.stages[-1].rows_after.tolist()]
 

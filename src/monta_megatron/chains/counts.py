@@ -1,7 +1,7 @@
 """Counts of an exchange: the columns of its messages, and token counts by block.
 
-A rank counts all experts and the parts that the chains copy tokens for, by block. It sends every
-rank one message of int32, as large as any other, with these columns for each block:
+A rank counts tokens by expert, and by the parts that the chains copy tokens for, in each block. It
+sends every rank one message of int32, all of the same size, with these columns for each block:
 
     head                 the same to all, in all blocks: tokens; rows that its experts received in
                          the last exchange; most experts of a token; 64 bits of the choice
@@ -11,8 +11,11 @@ rank one message of int32, as large as any other, with these columns for each bl
     for_node_ranks       for each rank of its node
 
 Columns of parts exist only if one of the chains copies tokens for those parts. If no chain's rows
-are tokens, nothing is counted by block. Chains whose rows are tokens share the split of tokens into
-chunks and their order for the experts.
+are tokens, there is one block. Chains whose rows are tokens share the split of tokens into chunks
+and their order for the experts.
+
+Notation: C = number of chunks, B = token blocks, S = source ranks, P = parts, N = nodes, L = local
+experts.
 """
 
 from collections.abc import Sequence
@@ -34,17 +37,16 @@ from monta_megatron.chains.stages import (
 )
 from monta_megatron.core import Layout
 
-# The last one has two columns.
+# Columns of `head`; the choice has two.
 HEAD_SIZE = 5
-# A message counts tokens of one rank, which are checked to be at most so many, or experts of one
-# token, which are fewer than a row of the routing map has bytes: int32 holds both. Sums over ranks
-# are made on the host, in 64 bits.
+# int32 holds the tokens of one rank, which are checked against this limit, and the experts of one
+# token, which are fewer than a row of the routing map has bytes. The host sums over ranks in int64.
 COUNT_BYTES = 4
 MOST_TOKENS = 2**31 - 1
 
 
 def part_sizes(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
-    """ "node", "rank" -> how many there are; only those that a chain copies tokens for."""
+    """Number of parts by name ("node", "rank"), of those that a chain copies tokens for."""
     named = {part for chain in chains for part in chain.parts}
     sizes = {"node": layout.num_nodes, "rank": layout.ep}
     return {part: size for part, size in sizes.items() if part in named}
@@ -87,22 +89,22 @@ ORDER = Permute(name="order")
 
 def by_chunk(blocks: RowCounts, num_chunks: int, axis: int) -> RowCounts:
     """Sum the blocks of each chunk: [..., B, ...] -> [..., C, ...] along `axis`."""
-    starts = first_blocks(blocks.shape[axis], num_chunks)
-    return np.add.reduceat(blocks, starts, axis=axis)
+    starts_C = first_blocks(blocks.shape[axis], num_chunks)
+    return np.add.reduceat(blocks, starts_C, axis=axis)
 
 
 def bind_split(layout: Layout, counts: TokenCounts, num_chunks: int) -> BoundStage:
     """The tokens of each chunk: one run of this rank's tokens."""
-    lengths = by_chunk(counts.tokens[layout.rank], num_chunks, axis=0)[:, None]
-    segments = Segments(lengths=lengths, find_starts=partial(starts_of, lengths))
-    return BoundStage(stage=SPLIT, send=lengths, receive=lengths, segments=segments)
+    tokens_C1 = by_chunk(counts.tokens[layout.rank], num_chunks, axis=0)[:, None]
+    segments = Segments(lengths=tokens_C1, find_starts=partial(starts_of, tokens_C1))
+    return BoundStage(stage=SPLIT, send=tokens_C1, receive=tokens_C1, segments=segments)
 
 
 def bind_copies(
-    stage: Duplicate, rows: RowCounts, copies: RowCounts, parts: ExpertRange
+    stage: Duplicate, rows_C: RowCounts, copies_CP: RowCounts, parts: ExpertRange
 ) -> BoundStage:
-    """A `Duplicate` of rows [C] into copies [C, P]."""
-    return BoundStage(stage=stage, send=rows[:, None], receive=copies, parts=parts)
+    """A `Duplicate` of rows into copies for each part."""
+    return BoundStage(stage=stage, send=rows_C[:, None], receive=copies_CP, parts=parts)
 
 
 def bind_node_exchange(
@@ -114,25 +116,25 @@ def bind_node_exchange(
     """
     assert counts.sent_to_nodes is not None and counts.for_node is not None
     split = bind_split(layout, counts, num_chunks)
-    send = by_chunk(counts.sent_to_nodes, num_chunks, axis=0)  # [C, nodes]
-    rail = counts.for_node[layout.position :: layout.ranks_per_node]  # [nodes, B]
-    receive = by_chunk(rail, num_chunks, axis=1).T  # [C, nodes]
+    sent_CN = by_chunk(counts.sent_to_nodes, num_chunks, axis=0)
+    of_rail_NB = counts.for_node[layout.position :: layout.ranks_per_node]
+    received_CN = by_chunk(of_rail_NB, num_chunks, axis=1).T
     parts = ExpertRange(
         first=0, size=layout.num_experts // layout.num_nodes, num_parts=layout.num_nodes
     )
     return (
         split,
-        bind_copies(TO_NODES, split.receive[:, 0], send, parts),
-        BoundStage(stage=RAIL_EXCHANGE, send=send, receive=receive),
+        bind_copies(TO_NODES, split.receive[:, 0], sent_CN, parts),
+        BoundStage(stage=RAIL_EXCHANGE, send=sent_CN, receive=received_CN),
     )
 
 
 class Arrival(NamedTuple):
-    """The sources whose tokens lie in a chunk; the same for all micro-batches.
+    """Order of the source ranks in a chunk; the same for all micro-batches.
 
     Attributes:
-        sources: [S'] in the order of their tokens.
-        stock_order: [S'] positions in `sources`, in stock's order: by ETP rank, then EP rank.
+        sources: [S] source ranks in the order of their tokens.
+        stock_order: [S] indices into `sources`, in stock's order: by ETP rank, then EP rank.
     """
 
     sources: NDArray[np.int64]
@@ -141,9 +143,9 @@ class Arrival(NamedTuple):
 
 @cache
 def arrival(num_sources: int, etp: int, ranks_per_node: int = 1) -> Arrival:
-    """Sources by position on their node, then by node; in their own order, if nodes have one rank.
+    """Order of arrival: by rail, then by node, which is rank order where nodes have one rank.
 
-    That is the order after the ranks of a node have shared what their rails brought.
+    It is the order in which the ranks of a node exchange what they received along their rails.
     """
     sources = np.arange(num_sources).reshape(-1, ranks_per_node).T.ravel()
     # Ranks are numbered with ETP fastest.
@@ -154,26 +156,26 @@ def arrival(num_sources: int, etp: int, ranks_per_node: int = 1) -> Arrival:
 def bind_experts(
     layout: Layout, counts: TokenCounts, arrived: BoundStage, order: Arrival
 ) -> tuple[BoundStage, BoundStage]:
-    """The copies for the local experts, and their places in stock's order.
+    """The copies for the local experts, and their scatter map into stock's order.
 
     Args:
         layout: this rank's place.
         counts: by token block.
-        arrived: the collective that brought the tokens.
-        order: whose tokens lie in a chunk.
+        arrived: the last collective of the chain.
+        order: source ranks in the order of arrival.
     """
-    rows = arrived.receive.sum(axis=1)  # [C]
-    # [S, B, L] -> [C, L, S'] in the order in which a chunk's copies lie
-    runs = by_chunk(counts.experts, len(rows), axis=1)[order.sources].transpose(1, 2, 0)
+    rows_C = arrived.receive.sum(axis=1)
+    # [S, B, L] -> [S in order of arrival, C, L] -> [C, L, S], the order of a chunk's copies
+    runs_CLS = by_chunk(counts.experts, len(rows_C), axis=1)[order.sources].transpose(1, 2, 0)
     experts = ExpertRange(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
-    copies = runs.sum(axis=2)
-    total = copies.sum(axis=1)
+    copies_CL = runs_CLS.sum(axis=2)
+    copies_C1 = copies_CL.sum(axis=1)[:, None]
     return (
-        bind_copies(TO_EXPERTS, rows, copies, experts),
+        bind_copies(TO_EXPERTS, rows_C, copies_CL, experts),
         BoundStage(
             stage=ORDER,
-            send=total[:, None],
-            receive=total[:, None],
-            segments=expert_order(runs, order.stock_order),
+            send=copies_C1,
+            receive=copies_C1,
+            segments=expert_order(runs_CLS, order.stock_order),
         ),
     )

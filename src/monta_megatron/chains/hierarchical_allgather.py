@@ -1,10 +1,12 @@
-"""`hierarchical_allgather`: one copy of a token per node, then every rank of the node gets it.
+"""`hierarchical_allgather`: one copy of a token per node, gathered by all ranks of the node.
 
     Permute (split) | Duplicate (per node) | A2A(rail) | AG(node) | Duplicate (per expert) | Permute
 
-It wins where EP spans nodes, top-k is high and nodes have few ranks: most tokens that reach a
-node are wanted by most of its ranks. Its transpose carries a partial sum per (token, rank) inside
-the node and one per (token, node) between them: two hops.
+It wins where EP spans nodes, top-k is high and nodes have few ranks, so that most tokens of a node
+have experts on most of its ranks. Its transpose carries a partial sum per (token, rank) inside the
+node and one per (token, node) between nodes: two hops.
+
+Notation: C = number of chunks, S = source ranks, R = ranks per node.
 """
 
 from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
@@ -29,10 +31,10 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     """Rows per stage, chunk and peer; see `Chain.bind`."""
     assert isinstance(counts, TokenCounts)
     assert counts.for_node is not None
-    # [S, C] -> [nodes, R, C] -> [C, R]: what each rank of the node received along its rail.
-    here = by_chunk(counts.for_node, num_chunks, axis=1)
-    gathered = here.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
-    gather = bind_gather(GATHER, gathered, layout.position)
+    # [S, C] -> [nodes, R, C] -> [C, R]: tokens that each rank of the node received along its rail.
+    tokens_SC = by_chunk(counts.for_node, num_chunks, axis=1)
+    tokens_CR = tokens_SC.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
+    gather = bind_gather(GATHER, tokens_CR, layout.position)
     return (
         *bind_node_exchange(layout, counts, num_chunks),
         gather,

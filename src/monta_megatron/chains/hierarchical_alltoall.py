@@ -4,10 +4,12 @@
                 | Duplicate (per expert) | Permute (into expert order)
 
 It wins where EP spans nodes of many ranks (Hybrid-EP's route). Its transpose carries a partial sum
-per (token, rank) inside the node and one per (token, node) between them: two hops.
+per (token, rank) inside the node and one per (token, node) between nodes: two hops.
+
+Notation: C = number of chunks, S = source ranks, R = ranks per node, r = the rail of a token.
 """
 
-from monta_megatron.chains import alltoall_dedup
+from monta_megatron.chains.alltoall_dedup import incompatibility as incompatibility_of_dedup
 from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.counts import (
     ORDER,
@@ -30,7 +32,7 @@ EXCHANGE = AllToAll(name="alltoall in node", group="node")
 
 def incompatibility(layout: Layout) -> str | None:
     """Not for ETP > 1, as `alltoall_dedup`, nor for uneven nodes, which have no rails."""
-    return alltoall_dedup.incompatibility(layout) or layout.uneven_nodes()
+    return incompatibility_of_dedup(layout) or layout.uneven_nodes()
 
 
 def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[BoundStage, ...]:
@@ -39,22 +41,22 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     assert counts.for_node_ranks is not None
     num_ranks = layout.ranks_per_node
     split, to_nodes, along_rail = bind_node_exchange(layout, counts, num_chunks)
-    # [S, C, R] -> [R, C, R]: tokens that arrive along each rail, for each rank of this node.
-    ranks = by_chunk(counts.for_node_ranks, num_chunks, axis=1)
-    by_rail = ranks.reshape(layout.num_nodes, num_ranks, num_chunks, num_ranks).sum(axis=0)
-    send = by_rail[layout.position]  # [C, R]
-    receive = by_rail[:, :, layout.position].T  # [C, R]
+    # [S, C, R] -> [nodes, r, C, R] -> [r, C, R]: tokens of each rail for each rank of this node.
+    tokens_SCR = by_chunk(counts.for_node_ranks, num_chunks, axis=1)
+    tokens_rCR = tokens_SCR.reshape(layout.num_nodes, num_ranks, num_chunks, num_ranks).sum(axis=0)
+    sent_CR = tokens_rCR[layout.position]
+    received_CR = tokens_rCR[:, :, layout.position].T
     parts = ExpertRange(
         first=layout.node * num_ranks * layout.num_local_experts,
         size=layout.num_local_experts,
         num_parts=num_ranks,
     )
-    exchange = BoundStage(stage=EXCHANGE, send=send, receive=receive)
+    exchange = BoundStage(stage=EXCHANGE, send=sent_CR, receive=received_CR)
     return (
         split,
         to_nodes,
         along_rail,
-        bind_copies(TO_RANKS, along_rail.receive.sum(axis=1), send, parts),
+        bind_copies(TO_RANKS, along_rail.receive.sum(axis=1), sent_CR, parts),
         exchange,
         *bind_experts(layout, counts, exchange, arrival(len(layout.nodes), layout.etp, num_ranks)),
     )

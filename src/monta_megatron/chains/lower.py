@@ -1,13 +1,16 @@
-"""Lower a bound chain to the program of one pass: one chunk's operations, stamped out for all.
+"""Lower a bound chain to the program of one pass: a loop over chunks, unrolled and pipelined.
 
 Order of issue: chunk i + 1's first collective has started before chunk i's second one is waited
 for, in every pass. Collectives are issued in the same order on every rank, whatever the data: a
 chunk without rows is sent too.
 
-Memory of a chunk is used again by the chunk that comes W turns later (on devices). W is the least
-number with which a single launch queue is not held up earlier: whatever waits for the buffer's
-readers anyway is issued before the operation that overwrites it. An operation may start later than
-with memory of its own; the planner prices that.
+Chunk buffers form a ring of W slots; W is the smallest ring that adds no wait to the launch queue:
+the readers of a slot are waited for before the operation that overwrites it is issued. On the
+device that operation may still start later than with a buffer of its own; the planner prices that.
+On CPU ranks there is no ring, and a buffer is released after its last read.
+
+Notation: C = number of chunks, N = stages of the chain, M = buffers of one chunk. Iteration i of
+the loop works on the i-th chunk in the order of the pass.
 """
 
 from collections.abc import Sequence
@@ -40,7 +43,7 @@ def lower(
     policy: Policy = "streams",
     order: Order = order_of_issue,
 ) -> BoundProgram:
-    """The program of one pass; its structure is made once for all counts.
+    """The program of one pass; its structure is built once and cached for all counts.
 
     Args:
         bound: the chain with one rank's rows.
@@ -48,9 +51,10 @@ def lower(
         row: the sizes of a row's values.
         max_experts_per_token: W; see `BoundProgram`.
         policy: how the program is executed.
-        order: (pipeline offsets of the stages, C) -> (stage, chunk) in the order of issue.
+        order: (pipeline offsets of the stages, C) -> (stage, iteration) in the order of issue.
     """
-    # On the host's critical path, four times per layer and micro-batch: one look-up by a short key.
+    # On the host's critical path, four times per layer and micro-batch: one lookup with a key that
+    # is cheap to hash.
     program = _structure(bound.shape, pass_, row, policy, order)
     return BoundProgram(program, bound, max_experts_per_token)
 
@@ -58,16 +62,16 @@ def lower(
 def pipeline_offsets(
     shapes: Sequence[StageShape], crossing: frozenset[GroupName], policy: Policy
 ) -> list[int]:
-    """[N] how many steps each stage of a pass trails the first one.
+    """[N] pipeline steps by which each stage of a pass trails the first one.
 
-    One step for every collective before it, so that each collective has two chunks under way. A
-    copy needs no step of its own, because it runs together with the stage after it; nor does a
-    group of one rank, where nothing moves.
+    One step for every collective before it, so that each collective has two chunks in flight. A
+    copy adds no step, because it runs together with the stage after it; nor does a group of one
+    rank, which has no operation.
 
-    Where the host itself moves what stays on a node, it can do nothing else meanwhile, so nothing
-    trails a collective inside a node: a chunk that waited there would only reach the network, or
-    its place, later. If no collective leaves its node, all of them are trailed: ranks that are not
-    equally far along then wait less for each other.
+    On CPU ranks the host itself copies the messages inside a node and cannot do anything else
+    meanwhile, so only collectives between nodes add a step: a chunk that waited for an intra-node
+    one would only be sent, or put in place, later. If no collective crosses nodes, all of them add
+    a step, which hides skew between the ranks.
 
     Args:
         shapes: the stages in the order of the pass.
@@ -90,170 +94,174 @@ def pipeline_offsets(
 def _structure(
     shape: ChainShape, pass_: Pass, row: RowFormat, policy: Policy, order: Order
 ) -> Program:
-    # Step 1: what is done for a chunk, stage by stage.
-    shapes, num_chunks, crossing = shape.stages, shape.num_chunks, shape.crossing_groups
-    in_order = shapes[::-1] if pass_.transpose else shapes
-    offsets = pipeline_offsets(in_order, crossing, policy)
-    work = operations_of_chunk(shape, offsets, pass_, row, is_fused=policy == "fused")
+    num_chunks, num_stages = shape.num_chunks, len(shape.stages)
+    # Step 1: operations and buffers of one chunk, stage by stage.
+    stages = shape.stages[::-1] if pass_.transpose else shape.stages
+    offsets = pipeline_offsets(stages, shape.crossing_groups, policy)
+    chunk = operations_of_chunk(shape, offsets, pass_, row, is_fused=policy == "fused")
 
-    # Step 2: the order of the chunks. Transposed passes take them from the last to the first, the
-    # small one first, unless a single collective is followed by a copy alone: that could hide
-    # nothing, and after a small first chunk the large ones would be in memory with the output.
-    turns_back = pass_.transpose and pipeline_offsets(shapes, crossing, "streams")[-1] > 1
-    chunks = range(num_chunks)[:: -1 if turns_back else 1]
+    # Step 2: the order of the chunks. Transposed passes go from the last to the first, the small
+    # one first, unless a single collective is followed by copies alone: they could hide nothing,
+    # and after a small first chunk the large ones would be in memory with the output.
+    forward_offsets = pipeline_offsets(shape.stages, shape.crossing_groups, "streams")
+    is_reversed = pass_.transpose and forward_offsets[-1] > 1
+    chunks = range(num_chunks)[:: -1 if is_reversed else 1]
 
-    # Step 3: the order of issue, and the operations of all chunks.
-    positions = range(len(shapes))[:: -1 if pass_.transpose else 1]
-    by_stage = [[one.series for one in work.operations if one.position == at] for at in positions]
-    issued = [(series, turn) for at, turn in order(offsets, num_chunks) for series in by_stage[at]]
-    stamped = _stamp(
-        tuple(work.operations),
-        tuple((one.release is Release.JOIN, one.chunk is None) for one in work.buffers),
-        tuple(issued),
+    # Step 3: the order of issue, and with it the operations of all chunks.
+    positions = range(num_stages)[:: -1 if pass_.transpose else 1]
+    by_stage = [[one.series for one in chunk.operations if one.position == at] for at in positions]
+    loop = _unroll(
+        tuple(chunk.operations),
+        tuple([one.chunk is None for one in chunk.buffers]),
+        tuple([one.release is Release.JOIN and policy != "host" for one in chunk.buffers]),
+        tuple([(one, i) for at, i in order(offsets, num_chunks) for one in by_stage[at]]),
         chunks,
         policy,
     )
 
     # Step 4: the buffers of all chunks.
     buffers: list[Buffer] = []
-    for at, buffer in enumerate(work.buffers):
-        release, window = buffer.release, stamped.windows[at]
+    for at, buffer in enumerate(chunk.buffers):
+        release, ring_size = buffer.release, loop.ring_sizes[at]
         if release is Release.JOIN and policy == "host":
             release = Release.LAST_READ
-        elif release is Release.JOIN and window < num_chunks:
+        elif release is Release.JOIN and ring_size < num_chunks:
             release = Release.WINDOW
         buffers += [
             buffer._replace(
-                number=stamped.buffers[at][turn],
-                chunk=None if buffer.chunk is None else chunks[turn],
+                number=loop.buffers[at][i],
+                chunk=None if buffer.chunk is None else chunks[i],
                 release=release,
-                slot=stamped.buffers[buffer.slot][turn % window],
-                last_read=stamped.last_reads[at][turn],
+                slot=loop.buffers[buffer.slot][i % ring_size],
+                last_read=loop.last_reads[at][i],
             )
-            for turn in range(1 if buffer.chunk is None else num_chunks)
+            for i in range(1 if buffer.chunk is None else num_chunks)
         ]
-    last = stamped.writes[work.current][-1]
-    trailing = (operation.number for operation in stamped.operations if operation.stream > 0)
+    last = loop.writes[chunk.current][-1]
+    trailing = (operation.number for operation in loop.operations if operation.stream > 0)
     return Program(
         pass_=pass_,
         row=row,
         policy=policy,
-        operations=stamped.operations,
+        operations=loop.operations,
         buffers=tuple(buffers),
-        output=stamped.buffers[work.current][0],
-        waits_at_end=(last,) if last >= 0 and stamped.operations[last].is_collective else (),
+        output=loop.buffers[chunk.current][0],
+        waits_at_end=(last,) if last >= 0 and loop.operations[last].is_collective else (),
         num_streams=offsets[-1] + 1,
-        num_at_start=next(trailing, len(stamped.operations)),
+        num_at_start=next(trailing, len(loop.operations)),
     )
 
 
-class _Stamped(NamedTuple):
-    """The operations of all chunks, and the numbers of their buffers.
-
-    Notation: M = buffers of a chunk.
+class _Unrolled(NamedTuple):
+    """Operations of all chunks.
 
     Attributes:
         operations: in the order of issue.
-        buffers: [M][turn] number of the buffer, the same in every turn if it holds all chunks.
-        windows: [M] after how many turns its memory is used again.
-        writes: [M][turn] the operation that writes it, or -1.
-        last_reads: [M][turn] the last operation that reads it, or -1.
+        buffers: [M][C] number of the buffer in each iteration; one number if it holds all chunks.
+        ring_sizes: [M] W; C where each chunk has a buffer of its own.
+        writes: [M][C] operation that writes it, or -1.
+        last_reads: [M][C] last operation that reads it, or -1.
     """
 
     operations: tuple[Operation, ...]
     buffers: list[Sequence[int]]
-    windows: list[int]
+    ring_sizes: list[int]
     writes: list[list[int]]
     last_reads: list[list[int]]
 
 
-# Passes that do the same share it, whatever their rows consist of.
+# Shared by passes and row formats with the same operations.
 @lru_cache(maxsize=512)
-def _stamp(
+def _unroll(
     series: tuple[Operation, ...],
-    buffers: tuple[tuple[bool, bool], ...],
+    is_whole: tuple[bool, ...],
+    in_ring: tuple[bool, ...],
     issued: tuple[tuple[int, int], ...],
     chunks: range,
     policy: Policy,
-) -> _Stamped:
-    """Stamp out the operations of one chunk.
+) -> _Unrolled:
+    """Repeat the operations of one chunk for all chunks.
 
     Args:
-        series: the operations of a chunk.
-        buffers: [M] whether its memory is kept until the join, and whether it holds all chunks.
-        issued: (series, turn) in the order of issue.
-        chunks: the chunk that comes in each turn.
+        series: operations of one chunk.
+        is_whole: [M] whether a buffer holds the rows of all chunks.
+        in_ring: [M] whether a buffer may be a slot of a ring.
+        issued: (series, iteration) in the order of issue.
+        chunks: [C] in the order of the pass.
         policy: how the program is executed.
     """
-    num_chunks = len(chunks)
-    # Step 1: numbers of operations by series and turn, and of buffers; who reads and writes them.
+    num_chunks, none = len(chunks), [-1] * len(chunks)
+    # Step 1: numbers of operations by series and iteration, and of buffers.
     numbers = [[-1] * num_chunks for _ in series]
-    for number, (at, turn) in enumerate(issued):
-        numbers[at][turn] = number
-    numbers_of: list[Sequence[int]] = []
+    for number, (at, i) in enumerate(issued):
+        numbers[at][i] = number
+    buffers: list[Sequence[int]] = []
     num_buffers = 0
-    for _, is_whole in buffers:
-        last = num_buffers + (1 if is_whole else num_chunks)
-        numbers_of.append([num_buffers] * num_chunks if is_whole else range(num_buffers, last))
-        num_buffers = last
-    readers: list[list[int]] = [[] for _ in buffers]
-    writes = [[-1] * num_chunks for _ in buffers]
+    for whole in is_whole:
+        first, num_buffers = num_buffers, num_buffers + (1 if whole else num_chunks)
+        buffers.append([first] * num_chunks if whole else range(first, num_buffers))
+
+    # Step 2: readers and writers of each buffer.
+    readers = [[one.series for one in series if at in one.reads] for at in range(len(buffers))]
+    writes = [none] * len(buffers)
     for operation in series:
-        for buffer in operation.reads:
-            readers[buffer].append(operation.series)
-        for buffer in operation.writes:
-            writes[buffer] = numbers[operation.series]
+        for at in operation.writes:
+            writes[at] = numbers[operation.series]
 
-    # Step 2: after how many turns memory is used again.
-    def window_of(buffer: int) -> int:
-        if policy == "host" or not buffers[buffer][0]:
-            return num_chunks
-        # The input of a collective is free once the reader of its message is issued.
-        ends = [
-            numbers[end]
-            for reader in readers[buffer]
-            for end in (
-                readers[series[reader].writes[0]] if series[reader].is_collective else [reader]
-            )
-        ]
-        return next(
-            window
-            for window in range(1, num_chunks + 1)
-            if all(
-                end[turn - window] < writes[buffer][turn]
-                for end in ends
-                for turn in range(window, num_chunks)
-            )
-        )
+    # Step 3: the sizes of the rings.
+    ring_sizes = [num_chunks] * len(buffers)
+    for at in range(len(buffers)):
+        if in_ring[at]:
+            # The input of a collective is free once the reader of its output is issued.
+            ends = [
+                numbers[end]
+                for reader in readers[at]
+                for end in (
+                    readers[series[reader].writes[0]] if series[reader].is_collective else [reader]
+                )
+            ]
+            ring_sizes[at] = _smallest_ring(writes[at], ends)
 
-    windows = [window_of(buffer) for buffer in range(len(buffers))]
-
-    # Step 3: what has to end before each operation: what writes what it reads, and what reads what
-    # it overwrites.
+    # Step 4: dependencies: the writers of what an operation reads, and the readers of the slots
+    # that it overwrites.
     needs = []
-    for at, turn in issued:
-        ends = {writes[buffer][turn] for buffer in series[at].reads}
+    for at, i in issued:
+        need = {writes[buffer][i] for buffer in series[at].reads}
         for buffer in series[at].writes:
-            if windows[buffer] <= turn:
-                ends |= {numbers[reader][turn - windows[buffer]] for reader in readers[buffer]}
-        needs.append(ends - {-1})
+            if ring_sizes[buffer] <= i:
+                need |= {numbers[reader][i - ring_sizes[buffer]] for reader in readers[buffer]}
+        needs.append(need - {-1})
     waits = waits_of([series[at] for at, _ in issued], needs, policy)
 
-    # Step 4: the operations.
-    operations: list[Operation] = []
-    for (at, turn), waited in zip(issued, waits, strict=True):
-        operation = series[at]._replace(
-            number=len(operations),
-            chunk=chunks[turn],
-            reads=tuple([numbers_of[buffer][turn] for buffer in series[at].reads]),
-            writes=tuple([numbers_of[buffer][turn] for buffer in series[at].writes]),
+    # Step 5: the operations.
+    operations = [
+        series[at]._replace(
+            number=number,
+            chunk=chunks[i],
+            reads=tuple([buffers[buffer][i] for buffer in series[at].reads]),
+            writes=tuple([buffers[buffer][i] for buffer in series[at].writes]),
             **waited._asdict(),
         )
-        operations.append(operation)
-    return _Stamped(
+        for number, ((at, i), waited) in enumerate(zip(issued, waits, strict=True))
+    ]
+    return _Unrolled(
         operations=tuple(operations),
-        buffers=numbers_of,
-        windows=windows,
+        buffers=buffers,
+        ring_sizes=ring_sizes,
         writes=writes,
-        last_reads=[numbers[of[-1]] if of else [-1] * num_chunks for of in readers],
+        last_reads=[numbers[of_buffer[-1]] if of_buffer else none for of_buffer in readers],
+    )
+
+
+def _smallest_ring(write: Sequence[int], ends: Sequence[Sequence[int]]) -> int:
+    """The smallest ring that adds no wait: a slot is written after all of its ends were issued.
+
+    Args:
+        write: [C] operation that writes the slot.
+        ends: for each reader, [C] operation that is issued once the slot has been read.
+    """
+    return next(
+        size
+        for size in range(1, len(write) + 1)
+        if all(end[i - size] < write[i] for end in ends for i in range(size, len(write)))
     )

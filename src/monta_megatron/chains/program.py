@@ -20,16 +20,16 @@ from monta_megatron.core import GroupName
 
 ALIGNMENT_BYTES = 16
 ID_BYTES = 4
-# Columns of low-precision rows that are summed at a time: what is converted for it stays small.
+# Columns of low-precision rows that are summed at a time, which bounds their fp32 scratch memory.
 SUM_COLUMNS = 2048
 
 # How a program is executed: "host" on CPU ranks, where the host itself copies and waits; "streams"
-# on devices, to which it hands everything in advance; "fused" likewise, by kernels that copy rows
-# straight to where they belong, and sum them without memory of their own.
+# on devices, where it enqueues everything asynchronously; "fused" likewise, with kernels that write
+# rows straight to their place, and sum them in registers.
 Policy: TypeAlias = Literal["host", "streams", "fused"]
 # Resource of an operation: the network between nodes, the link inside a node, memory.
 Resource: TypeAlias = Literal["inter", "intra", "memory"]
-# Those of collectives.
+# Resources of collectives.
 LINKS: tuple[Resource, ...] = ("inter", "intra")
 Kind: TypeAlias = Literal[
     "pack",
@@ -76,7 +76,7 @@ class Release(Enum):
 
 
 class Pass(NamedTuple):
-    """One of the four passes over a chain, and which columns it carries besides the hidden rows."""
+    """One of the four passes over a chain, and the columns it carries besides the hidden rows."""
 
     name: str
     transpose: bool
@@ -129,17 +129,17 @@ class Buffer(NamedTuple):
     """Rows in memory.
 
     Attributes:
-        number: its place in `Program.buffers`.
+        number: index in `Program.buffers`.
         name: the stage that writes it.
-        chunk: whose rows it holds; None for those of all chunks.
-        boundary: how many stages of the chain lie before these rows.
-        copies: how many times it holds them.
-        columns: what a row consists of; none for what says where copies lie.
+        chunk: the chunk of its rows; None for the rows of all chunks.
+        boundary: number of the chain's stages before these rows.
+        copies: number of copies of the rows.
+        columns: of a row; none for lists of copies.
         packed: the columns share one message; else one message for each.
         release: when its memory is released.
-        slot: buffers with the same slot use the same memory, one after the other.
-        last_read: the last operation that reads it.
-        series: buffers that hold the same of other chunks have the same number here.
+        slot: buffers with the same slot share memory, one after the other.
+        last_read: the last operation that reads it, or -1.
+        series: number shared by the same buffer of all chunks.
     """
 
     number: int
@@ -166,26 +166,26 @@ class Buffer(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One thing that is done for one chunk.
+    """One kernel launch, copy or collective of one chunk.
 
     Attributes:
-        number: its place in the order of issue.
+        number: index in the order of issue.
         kind: of the operation.
-        stage: the chain's stage, as messages and pictures name it.
-        position: that stage's place in the chain.
-        chunk: whose rows are worked on.
-        series: operations that do the same for other chunks have the same number here.
+        stage: name of the chain's stage, for messages and pictures.
+        position: index of that stage in the chain.
+        chunk: the chunk of its rows.
+        series: number shared by the same operation of all chunks.
         reads: buffers that it reads.
         writes: buffers that it writes; its message comes first.
         resource: that it occupies.
-        group: the group of a collective, or of the sum over ranks that a "reduce" is part of.
-        stream: the side stream on which it is issued, on a device.
-        waits: operations that its stream, or the host, has to wait for before it.
+        group: of a collective, or of the sum over ranks that a "reduce" is part of.
+        stream: side stream on which it is issued, on a device.
+        waits: operations that its stream, or the host, waits for before it.
         after: operations that end before it starts, on a device.
-        launch_after: operations that end before the host gets to it.
-        host: whether the host only enqueues it, runs it itself, or starts it, with work like a
-            copy's, and goes on.
-        parts_per_sum: in "reduce_parts", how many adjacent parts are summed first.
+        launch_after: operations that end before the host launches it.
+        host: the host enqueues it, runs it itself, or starts it, at the cost of a copy, and
+            continues.
+        parts_per_sum: of "reduce_parts": number of adjacent parts that are summed first.
     """
 
     number: int
@@ -207,13 +207,13 @@ class Operation(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether ranks exchange rows in it."""
+        """Whether it is a collective."""
         return self.kind in COLLECTIVES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """The structure of a pass: all that does not depend on counts; made once, equal to itself.
+    """Structure of a pass: everything that does not depend on counts. Compared by identity.
 
     Attributes:
         pass_: the pass.
@@ -221,11 +221,11 @@ class Program:
         policy: how it is executed.
         operations: in the order of issue, which is the same on every rank.
         buffers: the input comes first.
-        output: the buffer that holds the result.
-        waits_at_end: operations that nothing has waited for, and that the output needs.
-        num_streams: side streams that the operations name.
-        num_at_start: operations before the first that trails a collective: what a pass that is
-            started and ended apart issues when it starts.
+        output: the buffer of the result.
+        waits_at_end: operations that the output depends on and nothing has waited for.
+        num_streams: number of side streams.
+        num_at_start: number of operations before the first that trails a collective; a pass that is
+            split into start and finish issues them at its start.
     """
 
     pass_: Pass
@@ -240,7 +240,7 @@ class Program:
 
     @cached_property
     def series(self) -> tuple[tuple[Operation, ...], ...]:
-        """Operations that do the same, each for its chunk, in the order of issue."""
+        """Operations by series, each in the order of issue."""
         series = sorted(self.operations, key=lambda operation: (operation.series, operation.number))
         return tuple(tuple(same) for _, same in groupby(series, lambda operation: operation.series))
 
@@ -318,12 +318,12 @@ def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple of a number, if it is none itself."""
+    """The least multiple of a number that is not below the value."""
     return -(-value // multiple) * multiple
 
 
 class Waits(NamedTuple):
-    """Fields of an `Operation` that follow from its place among the others."""
+    """Fields of an `Operation` that depend on the other operations."""
 
     waits: tuple[int, ...]
     after: tuple[int, ...]
@@ -340,16 +340,16 @@ def waits_of(
 
     Args:
         operations: in the order of issue.
-        needs: for each, the operations that have to end before it: they have written what it reads,
-            or read what it overwrites.
+        needs: for each, its dependencies: the operations that have written its inputs, or that
+            have read the slots it overwrites.
         policy: how the program is executed.
     """
     return (_on_host if policy == "host" else _on_streams)(operations, needs)
 
 
 def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
-    """On a device: streams wait for each other, the host for nothing."""
-    # Queues, each of which runs its operations in order: a side stream, or a group's own.
+    """On a device: streams wait for each other's events, the host for nothing."""
+    # In-order queues: the side streams, and one of each group.
     queues = [one.group if one.is_collective else one.stream for one in operations]
     # (stream, queue) -> the latest operation of the queue for which the stream has waited.
     waited: dict[tuple[int, object], int] = {}
@@ -357,7 +357,7 @@ def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]
     result = []
     for number, (operation, numbers) in enumerate(zip(operations, needs, strict=True)):
         stream, waits = operation.stream, []
-        # A wait for the latest operation of a queue is one for all before it.
+        # A wait for an operation covers the earlier ones of its queue.
         for need in sorted(numbers, reverse=True):
             queue = queues[need]
             if queue != stream and need > waited.get((stream, queue), -1):
@@ -370,7 +370,7 @@ def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]
 
 
 def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
-    """On CPU ranks: the host waits for collectives, and for each copy that it makes itself."""
+    """On CPU ranks: the host waits for collectives, and runs each copy itself."""
     waited: set[int] = set()
     copied: tuple[int, ...] = ()
     result = []

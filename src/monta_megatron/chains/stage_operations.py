@@ -32,6 +32,105 @@ from monta_megatron.chains.stages import AllGather, AllToAll, Duplicate, Permute
 from monta_megatron.core import GroupName
 
 
+def permute(chunk: "ChunkBuilder", at: int) -> None:
+    """Pack a chunk's rows out of the whole tensor first; put them in place last."""
+    placement = chunk.stages[at].placement
+    if at == 0:
+        # A sum reads each row once, so it reads it in place.
+        if placement == "index" and not isinstance(chunk.stages[1].stage, Duplicate):
+            chunk.add_operation("pack", at, [chunk.current], [chunk.add_message(at)])
+    elif placement == "none":
+        received = chunk.buffers[chunk.current]
+        chunk.buffers[chunk.current] = received._replace(release=Release.CALLER)
+    elif chunk.current != chunk.output:
+        chunk.add_operation("put", at, [chunk.current], [chunk.add_output()])
+
+
+def duplicate(chunk: "ChunkBuilder", at: int) -> None:
+    """Copy rows by lists of copies, which dispatch finds for all passes."""
+    shape, rows = chunk.stages[at], chunk.current
+    reads = [rows]
+    if chunk.pass_.ids:
+        lists = chunk.add_buffer(
+            shape.stage.name, chunk.boundary(at), columns=(), release=Release.EXCHANGE
+        )
+        kind: Kind = "find_copies" if _is_per_expert(shape) else "find_lists"
+        chunk.add_operation(kind, at, [rows], [lists])
+        reads.append(lists)
+    kind = "to_experts" if chunk.is_put_at_once(at + 1) else "duplicate"
+    chunk.add_operation(kind, at, reads, [chunk.add_message(at)])
+
+
+def reduce(chunk: "ChunkBuilder", at: int) -> None:
+    """Sum the copies of each row; this rank's term of a sum over ranks stays unrounded."""
+    name, following, group = chunk.stages[at].stage.name, chunk.stages[at + 1], None
+    copies, sums = chunk.boundary(at), chunk.boundary(at + 1)
+    writes = [chunk.add_message(at)]
+    if isinstance(following.stage, AllGather) and following.group_size > 1 and chunk.is_rounded:
+        group = following.stage.group
+        column = Column("rows", chunk.row.hidden_size, chunk.row.sum_bytes)
+        unrounded = chunk.add_buffer(f"{name}, unrounded", chunk.boundary(at + 2), (column,))
+        chunk.unrounded = [unrounded]
+    writes += [*chunk.unrounded, *chunk.add_scratch(at, copies, 1, sums)]
+    reads_by_index = chunk.current == 0 and chunk.stages[0].placement == "index"
+    if reads_by_index and chunk.is_rounded and not chunk.is_fused:
+        # Rows are gathered in their own dtype before they are converted.
+        writes.append(chunk.add_summed(at, copies, chunk.row.value_bytes, slot=writes[-1]))
+    chunk.add_operation("reduce", at, [chunk.current], writes, group=group)
+
+
+def all_to_all(chunk: "ChunkBuilder", at: int) -> None:
+    """Exchange rows with the group."""
+    chunk.add_collective("alltoall", at)
+
+
+def all_gather(chunk: "ChunkBuilder", at: int) -> None:
+    """Gather the rows of the group."""
+    chunk.add_collective("allgather", at)
+
+
+def reduce_scatter(chunk: "ChunkBuilder", at: int) -> None:
+    """Exchange parts with the group; they are summed with the next stage that has operations."""
+    chunk.add_collective("alltoall", at, copies=chunk.stages[at].group_size)
+    reader = next(after for after in range(at + 1, len(chunk.stages)) if not chunk.is_idle(after))
+    reduce_parts(chunk, reader, chunk.operations[-1])
+
+
+def reduce_parts(chunk: "ChunkBuilder", at: int, exchange: Operation) -> None:
+    """Sum the parts of each row from all ranks; this rank's own may be unrounded."""
+    name, parts = f"sum of {exchange.stage}", chunk.buffers[chunk.current]
+    first = parts_per_sum(chunk.etp, parts.copies)
+    if chunk.is_put_at_once(at):
+        total = chunk.add_output()
+    else:
+        total = chunk.add_buffer(name, parts.boundary, parts.columns, parts.packed)
+    num_sums = 1 if first == parts.copies else 2
+    scratch = chunk.add_scratch(at, parts.boundary, parts.copies, parts.boundary, num_sums)
+    chunk.add_operation(
+        "reduce_parts",
+        at,
+        [chunk.current, *chunk.unrounded],
+        [total, *scratch],
+        stage=name,
+        group=exchange.group,
+        parts_per_sum=first,
+    )
+    chunk.unrounded = []
+
+
+# (kind of stage, transposed) -> the function that adds its operations.
+OPERATIONS_OF: Mapping[tuple[type, bool], Callable[["ChunkBuilder", int], None]] = {
+    (Permute, False): permute,
+    (Permute, True): permute,
+    (Duplicate, False): duplicate,
+    (Duplicate, True): reduce,
+    (AllToAll, False): all_to_all,
+    (AllToAll, True): all_to_all,
+    (AllGather, False): all_gather,
+    (AllGather, True): reduce_scatter,
+}
+
+
 def operations_of_chunk(
     shape: ChainShape, offsets: Sequence[int], pass_: Pass, row: RowFormat, is_fused: bool
 ) -> "ChunkBuilder":
@@ -47,8 +146,16 @@ def operations_of_chunk(
     chunk = ChunkBuilder(shape, offsets, pass_, row, is_fused)
     for at, stage in enumerate(chunk.stages):
         if not chunk.is_idle(at):
-            OPERATIONS[type(stage.stage), pass_.transpose](chunk, at)
+            OPERATIONS_OF[type(stage.stage), pass_.transpose](chunk, at)
     return chunk
+
+
+def parts_per_sum(etp: int, num_parts: int) -> int:
+    """Number of adjacent parts of a row that are summed first, before those sums are added.
+
+    The ETP parts of each expert's output, as in stock; all parts if there is no such nesting.
+    """
+    return etp if 1 < etp < num_parts and num_parts % etp == 0 else num_parts
 
 
 class ChunkBuilder:
@@ -253,113 +360,6 @@ class ChunkBuilder:
         self.add_operation(
             kind, at, [self.current], [arrived], resource=resource, group=stage.group
         )
-
-
-def permute(chunk: ChunkBuilder, at: int) -> None:
-    """Pack a chunk's rows out of the whole tensor first; put them in place last."""
-    placement = chunk.stages[at].placement
-    if at == 0:
-        # A sum reads each row once, so it reads it in place.
-        if placement == "index" and not isinstance(chunk.stages[1].stage, Duplicate):
-            chunk.add_operation("pack", at, [chunk.current], [chunk.add_message(at)])
-    elif placement == "none":
-        received = chunk.buffers[chunk.current]
-        chunk.buffers[chunk.current] = received._replace(release=Release.CALLER)
-    elif chunk.current != chunk.output:
-        chunk.add_operation("put", at, [chunk.current], [chunk.add_output()])
-
-
-def duplicate(chunk: ChunkBuilder, at: int) -> None:
-    """Copy rows by lists of copies, which dispatch finds for all passes."""
-    shape, rows = chunk.stages[at], chunk.current
-    reads = [rows]
-    if chunk.pass_.ids:
-        lists = chunk.add_buffer(
-            shape.stage.name, chunk.boundary(at), columns=(), release=Release.EXCHANGE
-        )
-        kind: Kind = "find_copies" if _is_per_expert(shape) else "find_lists"
-        chunk.add_operation(kind, at, [rows], [lists])
-        reads.append(lists)
-    kind = "to_experts" if chunk.is_put_at_once(at + 1) else "duplicate"
-    chunk.add_operation(kind, at, reads, [chunk.add_message(at)])
-
-
-def reduce(chunk: ChunkBuilder, at: int) -> None:
-    """Sum the copies of each row; this rank's term of a sum over ranks stays unrounded."""
-    following, group = chunk.stages[at + 1], None
-    copies, sums = chunk.boundary(at), chunk.boundary(at + 1)
-    writes = [chunk.add_message(at)]
-    is_part = isinstance(following.stage, AllGather) and following.group_size > 1
-    if is_part and chunk.is_rounded:
-        assert isinstance(following.stage, AllGather)
-        group = following.stage.group
-        name = f"{chunk.stages[at].stage.name}, unrounded"
-        column = Column("rows", chunk.row.hidden_size, chunk.row.sum_bytes)
-        chunk.unrounded = [chunk.add_buffer(name, chunk.boundary(at + 2), (column,))]
-    writes += [*chunk.unrounded, *chunk.add_scratch(at, copies, 1, sums)]
-    reads_by_index = chunk.current == 0 and chunk.stages[0].placement == "index"
-    if reads_by_index and chunk.is_rounded and not chunk.is_fused:
-        # Rows are gathered in their own dtype before they are converted.
-        writes.append(chunk.add_summed(at, copies, chunk.row.value_bytes, slot=writes[-1]))
-    chunk.add_operation("reduce", at, [chunk.current], writes, group=group)
-
-
-def all_to_all(chunk: ChunkBuilder, at: int) -> None:
-    """Exchange rows with the group."""
-    chunk.add_collective("alltoall", at)
-
-
-def all_gather(chunk: ChunkBuilder, at: int) -> None:
-    """Gather the rows of the group."""
-    chunk.add_collective("allgather", at)
-
-
-def reduce_scatter(chunk: ChunkBuilder, at: int) -> None:
-    """Exchange parts with the group, and sum them where the next stage reads them."""
-    shape = chunk.stages[at]
-    chunk.add_collective("alltoall", at, copies=shape.group_size)
-    reader = next(after for after in range(at + 1, len(chunk.stages)) if not chunk.is_idle(after))
-    parts = chunk.buffers[chunk.current]
-    first = parts_per_sum(chunk.etp, parts.copies)
-    name = f"sum of {shape.stage.name}"
-    total = (
-        chunk.add_output()
-        if chunk.is_put_at_once(reader)
-        else chunk.add_buffer(name, parts.boundary, parts.columns, parts.packed)
-    )
-    num_sums = 1 if first == parts.copies else 2
-    scratch = chunk.add_scratch(reader, parts.boundary, parts.copies, parts.boundary, num_sums)
-    chunk.add_operation(
-        "reduce_parts",
-        reader,
-        [chunk.current, *chunk.unrounded],
-        [total, *scratch],
-        stage=name,
-        group=chunk.operations[-1].group,
-        parts_per_sum=first,
-    )
-    chunk.unrounded = []
-
-
-# (stage, transposed) -> what adds its operations.
-OPERATIONS: Mapping[tuple[type, bool], Callable[[ChunkBuilder, int], None]] = {
-    (Permute, False): permute,
-    (Permute, True): permute,
-    (Duplicate, False): duplicate,
-    (Duplicate, True): reduce,
-    (AllToAll, False): all_to_all,
-    (AllToAll, True): all_to_all,
-    (AllGather, False): all_gather,
-    (AllGather, True): reduce_scatter,
-}
-
-
-def parts_per_sum(etp: int, num_parts: int) -> int:
-    """Number of adjacent parts of a row that are summed first, before those sums are added.
-
-    The ETP parts of each expert's output, as in stock; all parts if there is no such nesting.
-    """
-    return etp if 1 < etp < num_parts and num_parts % etp == 0 else num_parts
 
 
 def _is_per_expert(shape: StageShape) -> bool:

@@ -1,4 +1,4 @@
-"""The four stages that a chain is made of: linear maps on rows, each with a known transpose.
+"""The four stages of chains: linear maps on rows, each with a known transpose.
 
     stage        forward                                    transpose
     Permute      whole[start:start+length] <-> chunk rows   the inverse permutation
@@ -6,8 +6,8 @@
     AllToAll     exchange rows with the group               the same with swapped counts
     AllGather    concatenate over the group                 exchange of parts, then one fp32 sum
 
-A stage is plain data. For a given matrix of counts it becomes a `BoundStage`, which the
-executor runs, the cost model prices and the timeline draws. Nothing here needs torch.
+A stage is plain data and names its operation. Bound to counts it becomes a `BoundStage`. Stages are
+compared by identity, so that the shape of a chain is cheap to hash. No torch.
 
 Notation: C = number of chunks, P = ranks of the stage's group.
 """
@@ -39,8 +39,8 @@ class Duplicate:
 
     The parts are nodes, ranks or single experts. Copies are ordered by part, then by row; each
     keeps the expert ids and probabilities that belong to its part. The transpose sums the copies
-    of a row in the order of the parts, and so of the experts, in fp32 and rounds once; the
-    probabilities go back to where they came from, without a sum.
+    of a row in the order of the parts, and so of the experts, in fp32 and rounds once; gradients of
+    probabilities are scattered back, without a sum.
     """
 
     name: str
@@ -59,8 +59,8 @@ class AllToAll:
 class AllGather:
     """Every rank of `group` receives every rank's rows, in rank order.
 
-    The transpose hands each rank its own rows from every peer and sums them: an exchange of
-    parts and a local sum, so that a sum is rounded once, whatever the size of the group.
+    The transpose is a reduce-scatter: an exchange of parts and a local sum, so that a sum is
+    rounded once, whatever the size of the group.
     """
 
     name: str
@@ -72,12 +72,12 @@ Stage: TypeAlias = Permute | Duplicate | AllToAll | AllGather
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Places of each chunk's rows in the whole tensor, as runs in the chunk's own order.
+    """Run-length-encoded scatter map: row of a chunk -> row of the tensor.
 
     Attributes:
-        lengths: [C, N] rows in each run; a chunk's rows are its runs one after the other.
-        find_starts: called for `starts` when they are first needed: on the experts' side that is
-            after the first collective has started.
+        lengths: [C, N] rows in each run; a chunk is its runs laid end to end.
+        find_starts: computes `starts` when they are first needed: on the expert side that is after
+            the first collective has started.
     """
 
     lengths: RowCounts
@@ -85,7 +85,7 @@ class Segments:
 
     @cached_property
     def starts(self) -> RowCounts:
-        """[C, N] first row of each run in the whole tensor."""
+        """[C, N] first row of each run in the tensor."""
         return self.find_starts()
 
     @property
@@ -94,7 +94,7 @@ class Segments:
         return self.lengths.shape[1] == 1
 
     def slice_of(self, chunk: int) -> slice:
-        """The rows of a chunk that is one run."""
+        """Rows of the tensor for a chunk that is one run."""
         return self._slices[chunk]
 
     @cached_property
@@ -110,7 +110,7 @@ class ExpertRange:
     Attributes:
         first: the first expert of the first part.
         size: experts in each part.
-        num_parts: how many parts; experts outside all of them belong to other ranks.
+        num_parts: number of parts; experts outside all of them belong to other ranks.
     """
 
     first: int
@@ -118,17 +118,17 @@ class ExpertRange:
     num_parts: int
 
 
-# Where a `Permute` finds or puts the rows of a chunk: nowhere else than they lie, in one run of the
-# whole tensor, or row by row.
+# How a `Permute` addresses the rows of a chunk in the tensor: all of them as they lie, one run, or
+# rows by index.
 Placement: TypeAlias = Literal["none", "slice", "index"]
 
 
 class StageShape(NamedTuple):
-    """Shape of a bound stage, known without its counts.
+    """Properties of a bound stage that do not depend on its counts.
 
     Attributes:
-        stage: of the operation.
-        placement: where a `Permute` finds or puts its rows.
+        stage: the stage.
+        placement: how a `Permute` addresses its rows.
         group_size: ranks of a collective's group.
     """
 
@@ -139,16 +139,16 @@ class StageShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BoundStage:
-    """One stage with its row counts, as this rank sees it going forward.
+    """A stage with this rank's row counts in the forward direction.
 
     Attributes:
-        stage: of the operation.
-        send: [C, P] rows that leave for each peer (this rank's own share included). A `Permute`
-            has P = 1, and an `AllGather` sends the same rows to every peer.
-        receive: [C, P] rows that arrive from each peer.
-        segments: where a `Permute` finds or puts its rows; None where the chunk is the whole
-            tensor in its own order, so that there is nothing to copy.
-        parts: what a `Duplicate` copies for; its `receive` counts the copies by part.
+        stage: the stage.
+        send: [C, P] rows sent to each peer, this rank included. A `Permute` has P = 1, and an
+            `AllGather` sends the same rows to every peer.
+        receive: [C, P] rows received from each peer; of a `Duplicate`, the copies for each part.
+        segments: scatter map of a `Permute`; None where the chunk is the tensor itself, so that
+            there is nothing to copy.
+        parts: the parts of a `Duplicate`.
     """
 
     stage: Stage
@@ -159,19 +159,19 @@ class BoundStage:
 
     @cached_property
     def splits(self) -> tuple[list[list[int]], list[list[int]]]:
-        """[C][P] of `send` and `receive`, as integers of Python."""
+        """[C][P] `send` and `receive` as Python integers."""
         return self.send.tolist(), self.receive.tolist()
 
     @property
     def rows_before(self) -> RowCounts:
-        """[C] rows that go into the stage; an AllGather sends the same ones to every peer."""
+        """[C] input rows; an AllGather sends the same ones to every peer."""
         if isinstance(self.stage, AllGather):
             return self.send[:, 0]
         return _over_peers(self.send)
 
     @property
     def rows_after(self) -> RowCounts:
-        """[C] rows that come out of it."""
+        """[C] output rows."""
         return _over_peers(self.receive)
 
     @property
@@ -184,11 +184,11 @@ class BoundStage:
 
 
 def _over_peers(rows: RowCounts) -> RowCounts:
-    """[C, P] -> [C]. Rows that stay have one peer, and a sum takes as long as ten views."""
+    """[C, P] -> [C]. A view where there is one peer: numpy's sum takes ten times as long."""
     return rows[:, 0] if rows.shape[1] == 1 else rows.sum(axis=1)
 
 
-def bind_gather(stage: AllGather, receive: RowCounts, position: int) -> BoundStage:
-    """An AllGather that brings [C, P] rows, of which this rank's own are at `position`."""
-    send = np.broadcast_to(receive[:, position, None], receive.shape)
-    return BoundStage(stage=stage, send=send, receive=receive)
+def bind_gather(stage: AllGather, received_CP: RowCounts, position: int) -> BoundStage:
+    """Bind an AllGather to the rows of each rank; this rank is at `position` in the group."""
+    sent_CP = np.broadcast_to(received_CP[:, position, None], received_CP.shape)
+    return BoundStage(stage=stage, send=sent_CP, receive=received_CP)

@@ -59,7 +59,7 @@ def sum_parts(
         into: [N, H] or [N], the result.
         parts: [P * N, H] or [P * N], part after part.
         dtype: dtype of the sum.
-        parts_per_sum: see `chains.one_chunk.parts_per_sum`.
+        parts_per_sum: see `chains.stage_operations.parts_per_sum`.
         unrounded: [N, H] this rank's part before it was rounded, in `dtype`; None if it was not.
         rank: the position of that part.
     """

@@ -40,14 +40,16 @@ Around: TypeAlias = Literal["count", "lists", "permute", "unpermute"]
 
 
 class HostOperations(NamedTuple):
-    """The operations of a kind, for one chunk: a mean, rounded.
+    """Kernel launches per chunk of one kind.
+
+    Means, rounded; the fields that apply to a pass are added up.
 
     Attributes:
         rows: for the hidden rows.
-        probs: as many more in a pass that carries probabilities.
-        ids: as many more in a pass that carries expert ids too.
-        block: as many more for each block of columns that is summed at a time.
-        once: as many more for all chunks together: their common allocations.
+        probs: in a pass that carries probabilities.
+        ids: in a pass that carries expert ids too.
+        block: for each block of columns that is summed at a time.
+        once: for all chunks together: their common allocations.
     """
 
     rows: int = 0
@@ -81,14 +83,14 @@ def num_host_operations(
     policy: Policy = "streams",
     num_chunks: int = 1,
 ) -> float:
-    """Number of operations that a host hands over for one chunk.
+    """Number of operations of one kind that the host enqueues for one chunk.
 
     Args:
         kind: of the operation.
         pass_: the pass that it is part of.
         row: the sizes of a row's values.
         policy: how the program is executed.
-        num_chunks: C, which share what is made once.
+        num_chunks: C, which share the common allocations.
     """
     table = FUSED_HOST_OPERATIONS if policy == "fused" else HOST_OPERATIONS
     of_kind = table[kind]
@@ -105,10 +107,10 @@ def num_host_operations(
 
 Number = TypeVar("Number", float, RowCounts)
 
-# Of a number in the lists that say where copies lie, of which a copy is in three.
+# Of an index in the lists of copies; each copy is in three of them.
 INDEX_BYTES = 8
 
-# As `HOST_OPERATIONS`: a launch for the rows and their lists, and what it writes.
+# As `HOST_OPERATIONS`: one launch for the rows and their lists, and the allocations of its output.
 FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     **HOST_OPERATIONS,
     "find_lists": HostOperations(ids=3),

@@ -46,7 +46,7 @@ def reduce_parts(
         columns: rows [P * N, H], part after part; probabilities likewise, of one or W values.
         into: rows [N, H]; probabilities [N] or [N, W], if `columns` has them.
         dtype: dtype of the rows' sums; those of probabilities are in fp32, or fp64 if they are.
-        parts_per_sum: see `chains.one_chunk.parts_per_sum`.
+        parts_per_sum: see `chains.stage_operations.parts_per_sum`.
         unrounded: [N, H] this rank's part before it was rounded, in `dtype`; None if it was not.
         rank: the position of that part.
         launches: kept for the next columns of the same shapes.
