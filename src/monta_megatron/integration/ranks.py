@@ -6,13 +6,11 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from monta_megatron.common import __version__
 from monta_megatron.common.nodes import (
     check_named_alike,
     consecutive_nodes,
     is_named,
     mixed_node,
-    node_here,
     number_nodes,
 )
 from monta_megatron.common.text import shown
@@ -138,42 +136,30 @@ def on_every_exchange(
     return result
 
 
-def nodes_of_exchange(
-    options: Options, group: dist.ProcessGroup
+def find_nodes(
+    options: Options, ranks: Sequence[int], hosts: Sequence[str]
 ) -> tuple[tuple[int, ...], str | None]:
-    """Find the node of every rank of an exchange; all of its ranks call this.
+    """Find the node of every rank of an exchange.
 
     Args:
         options: of the dispatcher.
-        group: the ranks of the exchange.
+        ranks: of the exchange.
+        hosts: their hosts, or what MONTA_NODE names.
 
     Returns:
         The nodes, numbered from 0, and what users should know about them, or None.
 
     Raises:
-        ValueError: the ranks differ in their options, or the nodes of the cluster file cannot
-            be these hosts; on all ranks.
+        ValueError: the nodes of the cluster file cannot be these hosts.
     """
-    cluster, ranks_per_node = options.cluster, options.ranks_per_node
-    if cluster is None or ranks_per_node is not None or is_named():
-        cluster = None
-    else:
-        ranks_per_node = cluster.ranks_per_node
-    rule = {
-        "monta_megatron": __version__,
-        "chain": options.chain,
-        "ranks_per_node": ranks_per_node,
-        # Only its nodes are held against the hosts, which all ranks do or none does.
-        "the cluster of ranks_per_node": None if cluster is None else cluster.name,
-    }
-    ranks = dist.get_process_group_ranks(group)
-    hosts, named, rules = zip(*gather_objects((node_here(), is_named(), rule), group), strict=True)
-    check_named_alike(named, ranks)
-    check_same_config(rules, ranks)
-    if ranks_per_node is None:
+    cluster = options.cluster
+    if options.ranks_per_node is not None:
+        return consecutive_nodes(ranks, options.ranks_per_node), None
+    if cluster is None or is_named():
         return number_nodes(hosts), None
+    ranks_per_node = cluster.ranks_per_node
     nodes = consecutive_nodes(ranks, ranks_per_node)
-    if cluster is None or nodes == number_nodes(hosts):
+    if nodes == number_nodes(hosts):
         return nodes, None
     if cluster.ranks_per_host is None and len(set(hosts)) > len(set(nodes)):
         # A host used in part: no node has ranks of two hosts.
