@@ -194,7 +194,6 @@ FACTORS: Mapping[str, Callable[[Measured], str]] = {
     "tokens": lambda point: f"{point.stock.tokens:,}",
     "H": lambda point: f"{point.stock.hidden:,}",
     "dtype": lambda point: point.stock.dtype,
-    "wire": lambda point: point.stock.wire_dtype or "-",
     "rate over calibrated": lambda point: or_dash(point.inter_rate_ratio, ".3g"),
 }
 

@@ -151,7 +151,7 @@ def _cases(short: bool) -> list:
 
 def _num_collectives(case, recorded) -> int:
     """Of a case in which a wait that is missing may be seen."""
-    return len(recorded.messages) * case.is_plain
+    return len(recorded.messages) * (not case.pipelined)
 
 
 def times(short: bool) -> int:
@@ -170,6 +170,7 @@ def times(short: bool) -> int:
 def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """What is timed, and the bytes that each has to read and write at least."""
     from monta_megatron.chains.stages import ExpertRange
+    from monta_megatron.exchange.buffers import Columns
     from monta_megatron.exchange.copies import Copies
     from monta_megatron.exchange.kernels.count_routing import count_routing
     from monta_megatron.exchange.kernels.duplicate import duplicate
@@ -177,7 +178,6 @@ def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     from monta_megatron.exchange.kernels.find_copies import find_copies
     from monta_megatron.exchange.kernels.reduce import reduce
     from monta_megatron.exchange.kernels.to_experts import to_experts
-    from monta_megatron.exchange.payload import Columns
 
     probs = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=device)
     routing_map = torch.zeros_like(probs, dtype=torch.bool)

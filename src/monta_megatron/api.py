@@ -35,7 +35,7 @@ def plan(
         layout: sizes by name (world_size, tp, ep, etp, cp, pp), a file of them, or a
             `ParallelLayout`. Without tp, ep and etp: the best of all layouts that fit.
         settings: fields of `tools.plan.request.PlanSettings`: tokens, seq_length,
-            micro_batch_size, routing, phase, inter_rate_ratio, kernels, wire_dtype.
+            micro_batch_size, routing, phase, inter_rate_ratio, kernels.
 
     Raises:
         ValueError: an argument is wrong, or no chain can run.

@@ -142,14 +142,6 @@ def test_a_dtype_has_megatron_s_name_or_pytorch_s(
     assert settings[0].crossing_bytes(backward=True) == 4 * 16 * value_bytes
 
 
-def test_rows_in_eight_bits_cross_with_fewer_bytes() -> None:
-    """256 values: dispatch sends 256 bytes and two scales, 272 bytes with padding."""
-    flags = {**BASE, "hidden": "256", "dtype": "bf16", "wire_dtype": "fp8"}
-    settings = parse_settings(flags, 4)
-    assert settings.crossing_bytes(backward=False) == 272 + 512
-    assert settings.crossing_bytes(backward=True) == 272 + 3 * 512
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -237,7 +229,6 @@ def row(**changes: object) -> Row:
         "experts": 64,
         "hidden": 1024,
         "dtype": "float32",
-        "wire_dtype": None,
         "tp": 1,
         "ep": 8,
         "etp": 1,

@@ -34,9 +34,9 @@ class Case:
     Rank r has `tokens[r + step]` tokens, cyclically. `routing` is as in `exchanges.Case`, or
     "no_expert" (no token has any), "empty_rank" (none of a rank's has), or "router": Megatron's.
     `capacity`: "" for none; "drop" counts what a router has dropped, "pad" fills the experts up.
-    `quantized`: tokens travel in eight bits. `flat` rows are [T, W], not [T, 1, W]; `strided` ones
-    have gaps between them. `fused` is Triton's interpreter, `pipelined` the experts inside the
-    pipeline, `checked` the check of the first use.
+    `flat` rows are [T, W], not [T, 1, W]; `strided` ones have gaps between them. `fused` is
+    Triton's interpreter, `pipelined` the experts inside the pipeline, `checked` the check of the
+    first use.
     """
 
     chain: str
@@ -54,7 +54,6 @@ class Case:
     num_chunks: int = 1
     num_steps: int = 1
     is_tuned: bool = False
-    quantized: bool = False
     pipelined: bool = False
     fused: bool = False
     flat: bool = False
@@ -91,7 +90,6 @@ class Case:
             "ranks_per_node": self.ranks_per_node,
             "num_chunks": None if self.chain == "auto" else self.num_chunks,
             "tune_steps": STEPS if self.is_tuned else 0,
-            "wire_dtype": "fp8" if self.quantized else None,
             "overlap_experts": self.pipelined or None,
             "check": int(self.checked),
         }
@@ -307,15 +305,12 @@ def check(case: Case) -> list[str]:
                 if case.is_patched:
                     stack.enter_context(rows_counted_from_the_map())
                 ours = run_phases(case, dispatcher, batch)
-            arrived = batch
-            if case.quantized:
-                arrived = replace(batch, tokens=exchanges.travelled(batch.tokens))
             with rows_counted_from_the_map():
-                theirs = run_phases(case, stock, arrived)
+                theirs = run_phases(case, stock, batch)
         what = f"rank {dist.get_rank()}, step {step}, chain {dispatcher.choice.chain}"
         rows = CHAINS[dispatcher.choice.chain].rows
         keeps_order = rows == "permuted tokens" and case.etp <= 2
-        bounds = {} if keeps_order else bounds_of(case, arrived)
+        bounds = {} if keeps_order else bounds_of(case, batch)
         if case.etp == 1:
             # Probabilities only move.
             bounds.pop("prob_gradient", None)

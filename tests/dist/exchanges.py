@@ -23,16 +23,14 @@ from equal import assert_equal, difference
 
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
 from monta_megatron.chains.pipelined_layer import blocks_of_chunks
-from monta_megatron.chains.wire_format import row_bytes
 from monta_megatron.core import Layout
-from monta_megatron.exchange import state
+from monta_megatron.exchange import executor
 from monta_megatron.exchange.collectives import PeerGroup, peer_groups
 from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.state import Exchange
 from monta_megatron.exchange.streams import Streams
-from monta_megatron.exchange.sums import dequantize, quantize
 
 C = TypeVar("C")
 
@@ -56,7 +54,6 @@ class Case:
     the last expert alone; "one_rank" is the last EP rank alone; "limited" is one or two EP ranks
     per token; "capacity" drops pairs, so that some tokens have fewer experts or none;
     "any_number" is 0 to E experts per token; "every_expert" is all of them.
-    `quantized`: rows of dispatch travel in eight bits.
     """
 
     chain: str
@@ -72,7 +69,6 @@ class Case:
     routing: str = "uniform"
     num_chunks: int = 1
     num_blocks: int = 1
-    quantized: bool = False
     seed: int = 0
 
     @property
@@ -333,7 +329,6 @@ def make_source(
         sum_dtype=case.sum_dtype,
         monitor=Monitor(),
         max_experts_per_token=width,
-        quantized=case.quantized,
     )
     return Source(
         exchange=exchange, counts=counts, rank=rank, token=token, expert=expert, probs=row_probs
@@ -410,8 +405,7 @@ def check(case: Case) -> list[str]:
         ours = run_passes(case, data)
     shape = (case.ep, case.etp)
     maps = data.routing_maps
-    tokens = [travelled(rows) if case.quantized else rows for rows in data.tokens]
-    expected = reference.dispatch(tokens, maps, data.probs, *shape)[rank]
+    expected = reference.dispatch(data.tokens, maps, data.probs, *shape)[rank]
     expected_gradient = reference.dispatch(data.gradients, maps, data.probs, *shape)[rank]
 
     # Step 1: what only moves is equal to the bit.
@@ -440,15 +434,6 @@ def check(case: Case) -> list[str]:
         mismatches.append((name, difference(mine, theirs, rounding_bound(case, mine, largest))))
     where = f"rank {rank} of exchange {exchange_index}"
     return [f"{where}: {name}: {line}" for name, line in mismatches if line is not None]
-
-
-def travelled(rows: torch.Tensor) -> torch.Tensor:
-    """[N, H] rows as they arrive in eight bits."""
-    arrived = torch.empty_like(rows)
-    sent = torch.empty(len(rows), row_bytes(rows.shape[1]), dtype=torch.uint8)
-    quantize(sent, rows)
-    dequantize(arrived, sent)
-    return arrived
 
 
 def rounding_bound(case: Case, result: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
@@ -594,7 +579,7 @@ class DeviceOrder(Streams):
 
 def errors_in_device_order(case: Case) -> Errors:
     """`errors_of` with the programs that run on devices."""
-    with mock.patch.object(state, "streams_for", lambda device: DeviceOrder()):
+    with mock.patch.object(executor, "streams_for", lambda device: DeviceOrder()):
         return errors_of(case)
 
 

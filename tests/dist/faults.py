@@ -9,9 +9,9 @@ import torch
 
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import DISPATCH_BACKWARD, BoundProgram
-from monta_megatron.exchange import copies, executor, operations, state
+from monta_megatron.exchange import buffers, copies, executor, operations
 from monta_megatron.exchange import executor as autograd
-from monta_megatron.exchange.payload import Columns
+from monta_megatron.exchange.buffers import Columns
 
 T = TypeVar("T")
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -91,7 +91,7 @@ def serial_loop() -> Any:
     def in_order(*arguments: Any, **options: Any) -> BoundProgram:
         return lower(*arguments, **{**options, "order": order})
 
-    return mock.patch.object(state, "lower", in_order)
+    return mock.patch.object(buffers, "lower", in_order)
 
 
 def with_fault(fault: Fault, function: Callable[..., T], *args: Any) -> T:

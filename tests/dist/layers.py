@@ -299,28 +299,6 @@ def assert_close(mine: torch.Tensor, theirs: torch.Tensor, exact: bool, what: st
     assert_equal(mine, theirs, what, bound)
 
 
-def compare_rounded(case: Case) -> None:
-    """A layer whose tokens travel in eight bits against stock's."""
-    from monta_megatron.chains.wire_format import row_bytes
-    from monta_megatron.exchange.sums import dequantize, quantize
-
-    stock = forward_backward(case, build_layer(case, "alltoall"))
-    ours = forward_backward(case, build_layer(case, "monta"))
-    sent = torch.zeros(len(stock.expert_rows), row_bytes(HIDDEN), dtype=torch.uint8)
-    expected = torch.empty_like(stock.expert_rows)
-    quantize(sent, stock.expert_rows)
-    dequantize(expected, sent)
-    assert_equal(ours.expert_rows, expected, "rows at the experts")
-    assert_equal(ours.expert_probs, stock.expert_probs, "probabilities at the experts")
-    # Rounded to 4 bits, a row is off by 2^-4 of each value at most, and so are products with it.
-    for name, mine, theirs in (
-        ("output", ours.output, stock.output),
-        ("input gradient", ours.input_gradient, stock.input_gradient),
-    ):
-        error = (mine - theirs).float().norm() / theirs.float().norm()
-        assert 0 < error < 2.0**-3, f"{name}: {error}"
-
-
 def compare(case: Case, chunks: list[int]) -> dict[str, Any]:
     """Our dispatcher against stock on one case, for several chunk counts.
 

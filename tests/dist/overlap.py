@@ -385,11 +385,3 @@ def refusal_of_sharded_weights(case: Case) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def compare_with_unsplit(case: Case, num_chunks: int) -> None:
-    """A layer against the same one with its experts whole."""
-    split = forward_backward(case, build_layer(case, "monta", moe_monta_num_chunks=num_chunks))
-    whole = forward_backward(case, build_layer(case, "monta", moe_monta_num_chunks=1))
-    assert len(split.tokens_per_expert) == 0 != len(whole.tokens_per_expert)
-    assert_same_results(split, whole, False, "with its experts whole")

@@ -13,8 +13,8 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.counts import HEAD_SIZE
 from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange import copies, counts, executor, operations, sums
+from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.state import State
 from monta_megatron.integration import first_use
 
 FAULTY_RANK = 1
@@ -58,7 +58,6 @@ def use_of(case: Case, fused: bool = False) -> first_use.FirstUse:
         topk=case.topk,
         device=torch.device("cpu"),
         fused=fused,
-        quantized=case.quantized,
     )
 
 
@@ -91,7 +90,10 @@ def kernels_in_interpreter() -> Iterator[None]:
 
 
 def after(
-    kind: Kind, change: Callable[[State, Operation], None], pass_name: str = "", fused: bool = False
+    kind: Kind,
+    change: Callable[[Buffers, Operation], None],
+    pass_name: str = "",
+    fused: bool = False,
 ) -> Fault:
     """A fault that changes what an operation has written."""
 
@@ -101,10 +103,10 @@ def after(
             from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS as table
         original = table[kind]
 
-        def changed(state: State, operation: Operation) -> operations.Works:
-            works = original(state, operation)
-            if pass_name in (state.pass_name, ""):
-                change(state, operation)
+        def changed(buffers: Buffers, operation: Operation) -> operations.Works:
+            works = original(buffers, operation)
+            if pass_name in (buffers.pass_name, ""):
+                change(buffers, operation)
             return works
 
         return mock.patch.dict(table, {kind: changed})
@@ -112,39 +114,39 @@ def after(
     return plant
 
 
-def swap_experts(state: State, operation: Operation) -> None:
+def swap_experts(buffers: Buffers, operation: Operation) -> None:
     """The first rows of the first two experts change places."""
-    second = int(state.exchange.bound.rows_per_local_expert[0])
-    into, _ = operations._places(state, operation)
-    if operation.chunk == state.exchange.bound.num_chunks - 1:
+    second = int(buffers.exchange.bound.rows_per_local_expert[0])
+    into, _ = buffers.target(operation)
+    if operation.chunk == buffers.exchange.bound.num_chunks - 1:
         into.rows[[0, second]] = into.rows[[second, 0]]
 
 
-def write_twice(state: State, operation: Operation) -> None:
+def write_twice(buffers: Buffers, operation: Operation) -> None:
     """A row of the second chunk lies where the next one should."""
-    into, index = operations._places(state, operation)
+    into, index = buffers.target(operation)
     assert index is not None
     if operation.chunk == 1:
         into.rows[index[3]] = into.rows[index[2]]
 
 
-def take_neighbour(state: State, operation: Operation) -> None:
+def take_neighbour(buffers: Buffers, operation: Operation) -> None:
     """A probability is that of the next row."""
-    into, index = operations._places(state, operation)
+    into, index = buffers.target(operation)
     assert index is not None and into.probs is not None
     into.probs[index[2]] = into.probs[index[2] + 1]
 
 
-def forget_chunk(state: State, operation: Operation) -> None:
+def forget_chunk(buffers: Buffers, operation: Operation) -> None:
     """A chunk's rows stay 0."""
-    into, index = operations._places(state, operation)
+    into, index = buffers.target(operation)
     if operation.chunk == 1:
         into.rows[slice(None) if index is None else index] = 0
 
 
-def add_one(state: State, operation: Operation) -> None:
+def add_one(buffers: Buffers, operation: Operation) -> None:
     """The last value of a row is too large."""
-    state.columns(operation.writes[0]).rows[-1, -1] += 1
+    buffers.columns(operation.writes[0]).rows[-1, -1] += 1
 
 
 def miscount(stage: str) -> AbstractContextManager[Any]:
@@ -188,10 +190,12 @@ def sum_backwards(stage: str) -> Iterator[None]:
             return original(rows, order, starts)
         return original(rows, order.flip(0), len(order) - starts.flip(0)).flip(0)
 
-    def noting_stage(kind: Kind) -> Callable[[State, Operation], operations.Works]:
-        def noted(state: State, operation: Operation, run: Any = table[kind]) -> operations.Works:
+    def noting_stage(kind: Kind) -> Callable[[Buffers, Operation], operations.Works]:
+        def noted(
+            buffers: Buffers, operation: Operation, run: Any = table[kind]
+        ) -> operations.Works:
             stages.append(operation.stage)
-            return run(state, operation)
+            return run(buffers, operation)
 
         return noted
 

@@ -95,10 +95,6 @@ TWO = NAMED | {"moe_monta_ranks_per_node": 2}
                 ({"hidden": 32}, "hidden_size: 16 and 32"),
                 ({"topk": 3}, "moe_router_topk: 2 and 3"),
                 ({"dtype": "bfloat16"}, "params_dtype: torch.float32 and torch.bfloat16"),
-                (
-                    {"options": {"moe_monta_wire_dtype": "fp8"}},
-                    "moe_monta_wire_dtype: None and fp8",
-                ),
             )
         ),
         (TWO, {"options": {"moe_monta_ranks_per_node": 1}}, "moe_monta_ranks_per_node: 2 and 1"),

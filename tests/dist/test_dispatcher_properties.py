@@ -76,7 +76,6 @@ def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_siz
         num_chunks=1 if is_auto or CHAINS[name].serial else draw.randint(1, 7),
         num_steps=draw.randint(1, 6 + 4 * is_tuned) if is_auto else draw.choice([1, 1, 2]),
         is_tuned=is_tuned,
-        quantized=dtype != "float64" and chance(draw, 0.5),
         pipelined=pipelined,
         fused=fused,
         flat=chance(draw, 0.3),

@@ -71,7 +71,6 @@ def cases(draw: Callable[[st.SearchStrategy[Any]], Any], world_size: int) -> Cas
     dtype, probs_dtype = draw(st.sampled_from(DTYPES))
     size = ep * etp
     num_chunks = 1 if CHAINS[chain].serial else draw(st.integers(1, 7))
-    quantized = dtype != "float64" and draw(st.booleans())
     return Case(
         chain=chain,
         ep=ep,
@@ -80,13 +79,12 @@ def cases(draw: Callable[[st.SearchStrategy[Any]], Any], world_size: int) -> Cas
         num_local_experts=draw(st.integers(1, 3)),
         topk=draw(st.integers(1, 4)),
         tokens=tuple(draw(st.lists(st.integers(0, 12), min_size=size, max_size=size))),
-        hidden=draw(st.sampled_from([8, 3, 300 if quantized else 1])),
+        hidden=draw(st.sampled_from([8, 3, 1])),
         dtype=dtype,
         probs_dtype=probs_dtype,
         routing=draw(st.sampled_from(ROUTINGS)),
         num_chunks=num_chunks,
         num_blocks=num_chunks + draw(st.integers(0, 2)),
-        quantized=quantized,
         seed=draw(st.integers(0, 2**31 - 1)),
     )
 

@@ -27,7 +27,6 @@ from overlap import (
     compare_recomputed_input,
     compare_split,
     compare_trainings,
-    compare_with_unsplit,
     refusal_of_sharded_weights,
     state_dict_keys,
 )
@@ -288,11 +287,6 @@ def test_similar_settings_are_not_refused() -> None:
 def test_fsdp_that_no_configuration_names_is_refused(pools: Pools) -> None:
     for refused in pools[4].run(refusal_of_sharded_weights, CASES[0]):
         assert refused.startswith("use_megatron_fsdp: not supported with moe_monta_overlap_experts")
-
-
-def test_tokens_in_eight_bits(pools: Pools, case: Case) -> None:
-    options = {**case.options, "moe_monta_wire_dtype": "fp8"}
-    pools[4].run(compare_with_unsplit, replace(case, dtype="bfloat16", options=options), 3)
 
 
 def test_dropout_inside_experts_is_refused() -> None:

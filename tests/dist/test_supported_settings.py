@@ -256,7 +256,7 @@ def test_cuda_graphs_that_would_capture_the_exchange_are_refused(settings: dict[
 
 
 @pytest.mark.parametrize("setting", ["moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"])
-def test_eight_bits_of_another_dispatcher_are_refused(setting: str) -> None:
+def test_dtypes_of_another_dispatcher_are_refused(setting: str) -> None:
     check_supported(SimpleNamespace(**{setting: "bf16"}))
     with pytest.raises(ValueError, match=f"^{setting}: not supported with .* flex dispatcher "):
         check_supported(SimpleNamespace(**{setting: "mxfp8"}))

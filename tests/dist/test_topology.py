@@ -125,12 +125,6 @@ def test_every_pipeline_stage_reports_its_choice(pools: Pools) -> None:
     assert found == [[f"monta: {chain}"], [], [f"monta, rank 2: {chain}"], []]
 
 
-def test_what_changes_results_is_said(pools: Pools) -> None:
-    options = {**HIERARCHICAL, "moe_monta_wire_dtype": "fp8"}
-    (said, *_) = pools[4].run(reported, Case(ep=4, options=options))
-    assert "monta: tokens travel in eight bits: results differ from alltoall's" in said
-
-
 def test_statistics_of_a_model_are_those_of_its_layers(pools: Pools) -> None:
     for of_rank in pools[4].run(statistics_of_layers, Case(ep=4, options=HIERARCHICAL)):
         (*second, sent_in_two_steps), (*first, sent_in_one) = of_rank

@@ -27,7 +27,7 @@ from replay import (
 
 from monta_megatron.chains.program import Operation
 from monta_megatron.exchange import executor
-from monta_megatron.exchange.state import State
+from monta_megatron.exchange.buffers import Buffers, Columns
 
 NUM_CHUNKS = (1, 4)
 WARM_UP, ROUNDS, CALLS = 3, 10, 50
@@ -41,9 +41,9 @@ PassTimes: TypeAlias = dict[str, tuple[float, float]]
 class _Delivers(StandIn):
     """Collectives that order streams and bring what was recorded, at once."""
 
-    def start(self, usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
-        _, arriving = self._messages[key_of(self._layer, state, operation)]
-        columns = zip(received_by(state, operation), arriving, strict=True)
+    def start(self, usual: Any, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
+        _, arriving = self._messages[key_of(self._layer, buffers, operation)]
+        columns = zip(received_by(buffers, operation), arriving, strict=True)
         assert operation.group is not None, f"{operation.kind} is no collective"
         return self.on_stream(operation.group, lambda: [into.copy_(one) for into, one in columns])
 
@@ -54,7 +54,7 @@ def pass_times(
     """Medians, of plain passes in one chunk and in several, by both kinds of kernels."""
     times: PassTimes = {}
     for case, recorded in zip(cases, records, strict=True):
-        if case.is_plain and case.case.etp == 1 and case.case.num_chunks in NUM_CHUNKS:
+        if not case.pipelined and case.case.etp == 1 and case.case.num_chunks in NUM_CHUNKS:
             for fused in (False, True):
                 of_layer = _of_layer(case, recorded, fused, device, repeats)
                 times |= {_name(case, fused, name): us for name, us in of_layer.items()}
@@ -115,18 +115,16 @@ def launch_section(device: torch.device, times: PassTimes) -> str:
 
 def _parts_us(device: torch.device) -> tuple[float, float, float]:
     """Host time of a Triton launch, an allocation, and a collective's stand-in with its wait."""
-    from monta_megatron.chains.wire_format import row_bytes
-    from monta_megatron.exchange.kernels.quantize import quantize
+    from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
 
-    rows = torch.empty(16, 256, dtype=torch.bfloat16, device=device)
-    into = torch.empty(16, row_bytes(256), dtype=torch.uint8, device=device)
+    rows, into = torch.empty(2, 16, 256, dtype=torch.bfloat16, device=device)
     stream = torch.cuda.Stream(device, priority=-1)
 
     def collective() -> None:
         order_on(stream, device, lambda: into.copy_(into)).wait()
 
     calls = (
-        lambda: quantize(into, rows),
+        lambda: reduce_parts(Columns(rows), Columns(into), torch.float32, 1),
         lambda: torch.empty(64, 64, device=device),
         collective,
     )

@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from monta_megatron.exchange import collectives, kernel_choice, operations, state, streams
+from monta_megatron.exchange import collectives, executor, kernel_choice, operations, streams
 from monta_megatron.exchange.collectives import PeerGroup
 
 try:
@@ -117,7 +117,7 @@ class FakeDevice(TorchDispatchMode):
         waits: Any = {"create": True, "synchronize": lambda *_: self._cross("waits for the device")}
         for patch in (
             # As on a device: chosen by where the rows are.
-            mock.patch.object(state, "streams_for", streams.streams_for),
+            mock.patch.object(executor, "streams_for", streams.streams_for),
             mock.patch.multiple(operations, **starts),
             mock.patch.multiple(
                 torch.cuda,

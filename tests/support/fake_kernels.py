@@ -7,35 +7,15 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import torch
 
-from monta_megatron.exchange.kernels import (
-    count_routing,
-    duplicate,
-    expert_lists,
-    find_copies,
-    quantize,
-    reduce,
-    reduce_parts,
-    tiles,
-    to_experts,
-)
+from monta_megatron.exchange.kernels.tiles import Launch
 
-MODULES = (
-    count_routing,
-    duplicate,
-    expert_lists,
-    find_copies,
-    quantize,
-    reduce,
-    reduce_parts,
-    to_experts,
-)
 # The functions that write, and the position of where.
 STORES = {"store": 0, "move_rows": 3}
 
@@ -52,25 +32,25 @@ def recorded_launches(
     The interpreter copies all of the memory that an argument lies in, and back.
     """
 
-    def launch(function: Any, grid: tuple[int, ...], *args: Any) -> None:
-        if 0 in grid:
+    usual = Launch.__call__
+
+    def launch(self: Launch, num_rows: int, *args: Any) -> None:
+        if num_rows == 0:
             return
-        stored, tensors = _stored(function), {}
-        for name, value in zip(_parameters(function), args, strict=True):
+        stored, tensors = _stored(self.kernel), {}
+        for name, value in zip(_parameters(self.kernel), (*args, *self.shared), strict=True):
             if isinstance(value, torch.Tensor):
                 tensors[name] = value
         launched(
-            f"triton {function.fn.__name__}",
+            f"triton {self.kernel.fn.__name__}",
             [tensor for name, tensor in tensors.items() if name not in stored],
             [tensor for name, tensor in tensors.items() if name in stored],
         )
         if run is not None:
             with run():
-                tiles.launch(function, grid, *args)
+                usual(self, num_rows, *args)
 
-    with ExitStack() as context:
-        for module in MODULES:
-            context.enter_context(mock.patch.object(module, "launch", launch))
+    with mock.patch.object(Launch, "__call__", launch):
         yield
 
 

@@ -18,18 +18,16 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.calibration_tasks import Point
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange import counts
+from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counts import CountTable
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.kernels import expert_lists
-from monta_megatron.exchange.payload import Columns, Payload
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
 
 HIDDEN = 40
 TOPK = 3
-# Dtype, and whether rows are quantized.
-CASES = ((torch.float32, False), (torch.float16, False), (torch.float16, True))
 
 
 class MovingRecorder(Recorder):
@@ -68,13 +66,13 @@ def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int)
     layout = LAYOUTS[layout_name]
     routing_map = Routing(num_tokens=num_tokens, topk=TOPK).map(layout.num_experts)
     _compare_counts(chain_name, layout_name, routing_map)
-    for dtype, quantized in CASES:
+    for dtype in (torch.float32, torch.float16):
         expected, actual = (
-            _passes(chain_name, layout_name, num_chunks, routing_map, dtype, fused, quantized)
+            _passes(chain_name, layout_name, num_chunks, routing_map, dtype, fused)
             for fused in (False, True)
         )
         for name, column in expected.items():
-            assert torch.equal(actual[name], column), f"{dtype}, {quantized=}, {name} differs"
+            assert torch.equal(actual[name], column), f"{dtype}, {name} differs"
 
 
 def calibrate() -> None:
@@ -120,12 +118,11 @@ def _passes(
     routing_map: torch.Tensor,
     dtype: torch.dtype,
     fused: bool,
-    quantized: bool,
 ) -> dict[str, torch.Tensor]:
     """By pass and column, what comes out of it; and what was sent."""
     recorder = MovingRecorder()
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
-    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused, quantized)
+    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
     torch.manual_seed(0)
     num_rows, num_expert_rows = (
         int(rows) for rows in (exchange.bound.num_source_rows, exchange.bound.num_expert_rows)
@@ -140,9 +137,9 @@ def _passes(
     prob_gradients = torch.rand(num_expert_rows)
     results = {}
     # What is not written differs.
-    allocate, before = Payload.allocate, 255 if fused else 170
+    allocate, before = MessageFormat.allocate, 255 if fused else 170
 
-    def allocate_filled(payload: Payload, num_rows: int) -> list[torch.Tensor]:
+    def allocate_filled(payload: MessageFormat, num_rows: int) -> list[torch.Tensor]:
         messages = allocate(payload, num_rows)
         with recorder.muted():
             for message in messages:
@@ -150,7 +147,7 @@ def _passes(
         return messages
 
     with (
-        mock.patch.object(Payload, "allocate", allocate_filled),
+        mock.patch.object(MessageFormat, "allocate", allocate_filled),
         recorder,
         recorded_launches(recorder.kernel, run=recorder.muted),
     ):
@@ -165,7 +162,7 @@ def _passes(
             if pass_.probs and result.probs is not None:
                 results[f"probs of {pass_.name}"] = result.probs
     launched = any(each.name.startswith("triton ") for each in recorder.queue)
-    has_kernels = chain.rows == "tokens" or layout.etp > 1 or quantized
+    has_kernels = chain.rows == "tokens" or layout.etp > 1
     assert launched == (fused and has_kernels), "what was launched"
     assert recorder.findings == []
     return results | {f"message {number}": each for number, each in enumerate(recorder.sent)}

@@ -13,17 +13,15 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
 from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
 from monta_megatron.exchange.kernels.to_experts import to_experts
-from monta_megatron.exchange.payload import Columns, Payload
 
 # Of the bytes that cannot be avoided: columns read once and written once.
 MOST = 1.1
@@ -97,16 +95,6 @@ def compare() -> None:
         reduce_parts(parts, tokens, torch.float32, 4)
     _check("reduce_parts", total, 5 * NUM_TOKENS * (row + TOPK * 4))
 
-    size = row_bytes(HIDDEN_SIZE)
-    quantized = torch.zeros(NUM_TOKENS, size, dtype=torch.uint8)
-    for name, kernel, columns in (
-        ("quantize", quantize, (quantized, tokens.rows)),
-        ("dequantize", dequantize, (tokens.rows, quantized)),
-    ):
-        with counted() as total:
-            kernel(*columns)
-        _check(name, total, NUM_TOKENS * (row + size))
-
     many = routing_map.repeat(64, 1)
     with counted() as total:
         count_routing(many, 8, {"node": 2, "rank": 4}, True)
@@ -128,5 +116,5 @@ def _check(kernel: str, total: list[int], least: int) -> None:
 def _message(num_rows: int) -> Columns:
     rows = torch.zeros(1, HIDDEN_SIZE, dtype=torch.bfloat16)
     lists = torch.zeros(1, TOPK), torch.zeros(1, TOPK, dtype=torch.int32)
-    payload = Payload.of([rows, *lists], packed=True)
+    payload = MessageFormat.of([rows, *lists], packed=True)
     return payload.columns(payload.allocate(num_rows))

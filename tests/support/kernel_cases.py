@@ -12,26 +12,18 @@ from dataclasses import dataclass
 import torch
 
 from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.chains.wire_format import (
-    GROUP_SIZE,
-    num_groups,
-    row_bytes,
-    scales_offset_bytes,
-)
 from monta_megatron.exchange import copies as reference
 from monta_megatron.exchange import copies as routing_counts
 from monta_megatron.exchange import counts
-from monta_megatron.exchange import sums as wire
+from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.copies import Copies, Parts
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
 from monta_megatron.exchange.kernels.to_experts import to_experts
-from monta_megatron.exchange.payload import Columns, Payload
 from monta_megatron.exchange.sums import sum_parts, sum_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -149,7 +141,6 @@ def _check(case: Case) -> None:
     _check_reduce_parts(case, width)
     _check_lists(case, routing_map, width)
     _check_counts(case, routing_map)
-    _check_quantize(case)
 
 
 def _check_duplicate(case: Case, before: Columns, copies: Copies, width: int) -> None:
@@ -249,29 +240,6 @@ def _check_reduce_parts(case: Case, width: int) -> None:
     _same_columns("reduce_parts", into, expected, with_nan=True)
 
 
-def _check_quantize(case: Case) -> None:
-    if case.dtype == torch.float64:
-        return
-    rows, size = _values((case.num_rows + 3, case.hidden_size), case.dtype), case.hidden_size
-    if case.dtype == torch.bfloat16:
-        _drop_subnormals(rows)
-    index = torch.randperm(len(rows))[: case.num_rows] if case.in_place else None
-    rows = rows if case.in_place else rows[: case.num_rows]
-    sent, expected = torch.zeros(2, case.num_rows, row_bytes(size), dtype=torch.uint8)
-    quantize(sent, rows, index)
-    wire.quantize(expected, rows, index)
-    # A value of a group without a scale may have any bits.
-    scales = expected[:, scales_offset_bytes(size) :][:, : 4 * num_groups(size)].view(torch.float32)
-    is_nan = scales.isnan().repeat_interleave(GROUP_SIZE, dim=1)[:, :size]
-    for each in (sent, expected):
-        each[:, :size].masked_fill_(is_nan, 0)
-    assert torch.equal(sent, expected), "quantize"
-    arrived, wanted = torch.full((2, *rows.shape), 7.0, dtype=case.dtype)
-    dequantize(arrived, expected, index)
-    wire.dequantize(wanted, expected, index)
-    _same("dequantize", arrived, wanted, with_nan=True)
-
-
 def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
     dtype = case.probs_dtype or torch.float32
     probs = [_values((case.num_rows, case.num_experts), dtype) for _ in range(2)]
@@ -325,7 +293,7 @@ def _message(
         columns.append(_values(shape, case.probs_dtype))
         if with_ids and width is not None:
             columns.append(torch.randint(99, shape, dtype=torch.int32))
-    payload = Payload.of(columns, packed=case.packed)
+    payload = MessageFormat.of(columns, packed=case.packed)
     messages = payload.allocate(num_rows)
     into = payload.columns(messages)
     for target, values in zip(into.tensors(), columns, strict=True):

@@ -29,7 +29,7 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.common import torch_private
 from monta_megatron.exchange import counts as count_table
-from monta_megatron.exchange import operations, state, streams
+from monta_megatron.exchange import executor, operations, streams
 from monta_megatron.exchange.collectives import PeerGroup
 
 WARM_UP = 2
@@ -171,7 +171,7 @@ def _no_device(is_fused: bool, times: _Times) -> Iterator[None]:
                 current_device=lambda: torch.device("cpu"),
             ),
             mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
-            mock.patch.object(state, "streams_for", streams.CudaStreams),
+            mock.patch.object(executor, "streams_for", streams.CudaStreams),
             mock.patch.multiple(operations, **starts),
             mock.patch.object(count_table, "is_fused", lambda *_: is_fused),
             mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes),

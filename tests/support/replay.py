@@ -38,13 +38,12 @@ from exchanges import Case, Source, make_data, make_source
 from fake_world import groups_of
 
 from monta_megatron.chains import CHAINS, lower
-from monta_megatron.chains.program import Operation, Program
-from monta_megatron.chains.wire_format import SCALE_BYTES, num_groups, scales_offset_bytes
-from monta_megatron.exchange import operations
-from monta_megatron.exchange import state as state_module
+from monta_megatron.chains.program import Operation, Program, Release
+from monta_megatron.exchange import executor, operations
+from monta_megatron.exchange.buffers import Buffers
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.pipeline import run_pipeline
-from monta_megatron.exchange.state import Exchange, State
 from monta_megatron.exchange.streams import CudaStreams, _side_streams
 
 NUM_RANKS = 16
@@ -73,14 +72,9 @@ class ReplayCase(NamedTuple):
     case: Case
     pipelined: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether rows travel as they are, and the experts come between the passes."""
-        return not self.pipelined and not self.case.quantized
-
     def __str__(self) -> str:
         case = self.case
-        kind = ", experts in the pipeline" * self.pipelined + ", eight bits" * case.quantized
+        kind = ", experts in the pipeline" * self.pipelined
         return f"{case.chain} x{case.num_chunks}, EP {case.ep} x ETP {case.etp}{kind}"
 
 
@@ -98,7 +92,7 @@ class Recorded:
 
 
 def replay_cases() -> list[ReplayCase]:
-    """All chains on all shapes that they take, in 1 to 4 chunks; eight bits; pipelined experts."""
+    """All chains on all shapes that they take, in 1 to 4 chunks; pipelined experts."""
     made = []
     for chain, (ep, etp) in product(CHAINS.values(), ((NUM_RANKS, 1), (NUM_RANKS // 2, 2))):
         case = Case(
@@ -116,7 +110,6 @@ def replay_cases() -> list[ReplayCase]:
             continue
         chunks = NUM_CHUNKS[:1] if chain.serial else NUM_CHUNKS
         made += [ReplayCase(replace(case, num_chunks=number)) for number in chunks]
-        made.append(ReplayCase(replace(case, quantized=True, num_chunks=min(3, chunks[-1]))))
         if chain.rows == "tokens":
             made += [
                 ReplayCase(replace(case, num_chunks=number), pipelined=True)
@@ -286,7 +279,7 @@ def _detached(**results: torch.Tensor | None) -> dict[str, torch.Tensor]:
     return {name: one.detach() for name, one in results.items() if one is not None}
 
 
-Start: TypeAlias = Callable[[Callable[..., Any], State, Operation, Callable[..., Any]], list[Any]]
+Start: TypeAlias = Callable[[Callable[..., Any], Buffers, Operation, Callable[..., Any]], list[Any]]
 
 
 @contextmanager
@@ -294,30 +287,26 @@ def in_place_of_start(start: Start) -> Iterator[None]:
     """Context in which collectives are started by this: (usual start, its arguments) -> works."""
     usual = operations._start
     with mock.patch.object(
-        operations, "_start", lambda state, operation, how: start(usual, state, operation, how)
+        operations, "_start", lambda buffers, operation, how: start(usual, buffers, operation, how)
     ):
         yield
 
 
-def key_of(layer: Layer, state: State, operation: Operation) -> tuple[int, str, str, int]:
-    place = next(n for n, one in enumerate(layer.exchanges) if one is state.exchange)
-    return place, state.pass_name, operation.stage, operation.chunk
+def key_of(layer: Layer, buffers: Buffers, operation: Operation) -> tuple[int, str, str, int]:
+    place = next(n for n, one in enumerate(layer.exchanges) if one is buffers.exchange)
+    return place, buffers.pass_name, operation.stage, operation.chunk
 
 
-def _sent(state: State, operation: Operation) -> list[torch.Tensor]:
-    """The columns of its message, without what fills a quantized row up."""
+def _sent(buffers: Buffers, operation: Operation) -> list[torch.Tensor]:
+    """The columns of its message."""
     number = operation.reads[0]
-    columns = state.columns(number) if number else state.read(operation)[0]
-    rows, *others = columns.tensors()
-    if rows.dtype == torch.uint8:
-        hidden_size = state.bound.program.row.hidden_size
-        rows = rows[:, : scales_offset_bytes(hidden_size) + SCALE_BYTES * num_groups(hidden_size)]
-    return [rows, *others]
+    columns = buffers.columns(number) if number else buffers.source(operation)[0]
+    return columns.tensors()
 
 
-def received_by(state: State, operation: Operation) -> list[torch.Tensor]:
-    state.allocate(operation.writes[0])
-    return state.columns(operation.writes[0]).tensors()
+def received_by(buffers: Buffers, operation: Operation) -> list[torch.Tensor]:
+    buffers.messages(operation.writes[0])
+    return buffers.columns(operation.writes[0]).tensors()
 
 
 class _RecordedWork:
@@ -334,13 +323,13 @@ class _RecordedWork:
 def _recorder(layer: Layer, messages: Messages) -> Start:
     """Start collectives as usual, and keep what they send and receive."""
 
-    def start(usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
-        sent = [one.clone() for one in _sent(state, operation)]
-        works = usual(state, operation, how)
-        received = received_by(state, operation)
+    def start(usual: Any, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
+        sent = [one.clone() for one in _sent(buffers, operation)]
+        works = usual(buffers, operation, how)
+        received = received_by(buffers, operation)
 
         def keep() -> None:
-            messages[key_of(layer, state, operation)] = sent, [one.clone() for one in received]
+            messages[key_of(layer, buffers, operation)] = sent, [one.clone() for one in received]
 
         return [*works[:-1], _RecordedWork(works[-1], keep)]
 
@@ -367,15 +356,15 @@ class StandIn:
         self._random = random.Random(seed)
         self._streams: dict[str, torch.cuda.Stream] = {}
 
-    def start(self, usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
+    def start(self, usual: Any, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
         """In place of a collective: what others wait for."""
-        key = key_of(self._layer, state, operation)
-        state.exchange.monitor.note("start", state.pass_name, operation)
+        key = key_of(self._layer, buffers, operation)
+        buffers.exchange.monitor.note("start", buffers.pass_name, operation)
         expected, arriving = self._messages[key]
-        sent, received = _sent(state, operation), received_by(state, operation)
+        sent, received = _sent(buffers, operation), received_by(buffers, operation)
         # What the caller owns, or a later operation reads, stays.
-        buffer = state.bound.program.buffers[operation.reads[0]]
-        is_last = buffer.release != "caller" and buffer.last_read == operation.number
+        buffer = buffers.bound.program.buffers[operation.reads[0]]
+        is_last = buffer.release is not Release.CALLER and buffer.last_read == operation.number
 
         def run() -> None:
             self._arrive(key, sent, expected, received, arriving)
@@ -445,11 +434,11 @@ def order_on(
 class HostStandIn(StandIn):
     """The same where there are no streams: a collective has ended when it has been started."""
 
-    def start(self, usual: Any, state: State, operation: Operation, how: Any) -> list[Any]:
-        key = key_of(self._layer, state, operation)
+    def start(self, usual: Any, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
+        key = key_of(self._layer, buffers, operation)
         expected, arriving = self._messages[key]
         self._arrive(
-            key, _sent(state, operation), expected, received_by(state, operation), arriving
+            key, _sent(buffers, operation), expected, received_by(buffers, operation), arriving
         )
         return []
 
@@ -561,7 +550,7 @@ def _reused_early(program: Program, is_sent: bool) -> Program:
 
 @contextmanager
 def _streams(made: type[CudaStreams]) -> Iterator[None]:
-    with mock.patch.object(state_module, "streams_for", made):
+    with mock.patch.object(executor, "streams_for", made):
         yield
 
 
@@ -578,9 +567,11 @@ def _poisoned_early() -> Iterator[None]:
     """Context in which the caller overwrites what it sends once the collective was started."""
     usual_start = StandIn.start
 
-    def start(stand_in: StandIn, usual: Any, state: State, operation: Operation, how: Any) -> Any:
-        works = usual_start(stand_in, usual, state, operation, how)
-        stand_in._poison(_sent(state, operation))
+    def start(
+        stand_in: StandIn, usual: Any, buffers: Buffers, operation: Operation, how: Any
+    ) -> Any:
+        works = usual_start(stand_in, usual, buffers, operation, how)
+        stand_in._poison(_sent(buffers, operation))
         return works
 
     with mock.patch.object(StandIn, "start", start):

@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from monta_megatron.exchange import operations, state, streams
+from monta_megatron.exchange import executor, operations, streams
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.monitor import Monitor, Step
 
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
                 "record_stream",
                 lambda tensor, stream: self._buffer_of(tensor).recorded.add(stream),
             ),
-            mock.patch.object(state, "streams_for", self._make_streams),
+            mock.patch.object(executor, "streams_for", self._make_streams),
             mock.patch.multiple(
                 operations,
                 start_all_to_all=self._start_all_to_all,

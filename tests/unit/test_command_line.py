@@ -94,7 +94,6 @@ def test_environment_variables_land_in_the_printed_arguments() -> None:
         (f"{MOE} --moe-monta-chain fastest", ["moe_monta_chain", "fastest", "alltoall_allgather"]),
         (f"{MOE} --moe-monta-num-chunks 0", ["moe_monta_num_chunks", "got 0", ">= 1"]),
         (f"{MOE} --moe-monta-check 2", ["moe_monta_check", "got 2", "0 or 1"]),
-        (f"{MOE} --moe-monta-wire-dtype int8", ["moe_monta_wire_dtype", "'int8'", "be fp8"]),
         (f"{MOE} --moe-monta-tune-steps -1", ["moe_monta_tune_steps", "got -1", ">= 6"]),
         (
             f"{MOE} --moe-monta-chain alltoall --moe-monta-tune-steps 6",

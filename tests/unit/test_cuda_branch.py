@@ -31,11 +31,11 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.stages import Permute
 from monta_megatron.exchange import operations as torch_operations
+from monta_megatron.exchange.buffers import Buffers, Columns
 from monta_megatron.exchange.collectives import peer_groups, start_all_gather
 from monta_megatron.exchange.counts import CountTable, expert_ids_of
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.payload import Columns
-from monta_megatron.exchange.state import Exchange, State
 
 HIDDEN = 32
 NUM_BLOCKS = 6
@@ -63,7 +63,6 @@ def make_exchange(
     device: FakeDevice,
     padded: bool = False,
     fused: bool = False,
-    quantized: bool = False,
 ) -> tuple[Exchange, torch.Tensor]:
     """A micro-batch's exchange, and its routing map on the host."""
     chain, layout = CHAINS[chain_name], LAYOUTS[ep, etp]
@@ -80,7 +79,6 @@ def make_exchange(
         monitor=device.recorder.monitor,
         max_experts_per_token=gathered.max_experts_per_token,
         fused=fused,
-        quantized=quantized,
     )
     return exchange, routed
 
@@ -168,20 +166,6 @@ def test_the_host_waits_for_nothing(
     assert passes == {each.name for each in FORWARD_BACKWARD}
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
-@pytest.mark.parametrize("chain_name", CHAINS)
-def test_the_host_waits_for_no_quantized_rows(chain_name: str, fused: bool) -> None:
-    if fused and not HAS_TRITON:
-        pytest.skip("needs triton, which comes with torch's GPU wheels")
-    device = FakeDevice(listed=[ROW_INDICES])
-    exchange, routed = make_exchange(chain_name, 16, 1, device, False, fused, quantized=True)
-    with device:
-        run_layer(exchange, routed, torch.bfloat16)
-        del exchange, routed
-    assert all(crossing == f"{ROW_INDICES} copies to the device" for crossing in device.crossings)
-    assert device.recorder.findings == []
-
-
 def on_host(rows: torch.Tensor) -> torch.Tensor:
     return torch.ones(rows.shape, dtype=rows.dtype)
 
@@ -242,9 +226,9 @@ def test_a_planted_wait_is_found(fault: str) -> None:
     plant, message = FAULTS[fault]
     duplicate = torch_operations.OPERATIONS["duplicate"]
 
-    def with_fault(state: State, operation: Operation) -> list[dist.Work]:
-        plant(state.read(operation)[0].rows)
-        return duplicate(state, operation)
+    def with_fault(buffers: Buffers, operation: Operation) -> list[dist.Work]:
+        plant(buffers.source(operation)[0].rows)
+        return duplicate(buffers, operation)
 
     device = FakeDevice(listed=[ROW_INDICES])
     exchange, routed = make_exchange("hierarchical_alltoall", 16, 1, device)

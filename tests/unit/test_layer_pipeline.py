@@ -11,9 +11,9 @@ from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.core import Layout
 from monta_megatron.exchange import pipeline
 from monta_megatron.exchange.counts import expert_ids_of
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
-from monta_megatron.exchange.state import Exchange
 
 NUM_EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 16, 40
 BLOCKS = 8
@@ -208,9 +208,9 @@ def test_nothing_is_kept_once_the_graph_is_gone() -> None:
     probs, ids = expert_ids_of(routing_map, torch.rand(TOKENS, NUM_EXPERTS), TOPK)
     output = run_pipeline(chunks, hidden, probs, ids, experts)
     kept = output.grad_fn.pipeline
-    assert not kept._states and not kept._results and not kept.sources
+    assert not kept._under_way and not kept._results and not kept.sources
     output.sum().backward()
-    assert not kept._states and not kept._results and not kept.sources
+    assert not kept._under_way and not kept._results and not kept.sources
 
 
 def test_without_gradient_it_makes_no_graph() -> None:

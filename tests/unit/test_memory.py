@@ -12,12 +12,11 @@ from test_stream_safety import CASES, LAYOUTS, Routing, make_exchange, run_layer
 
 from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import DISPATCH, FORWARD_BACKWARD, Pass, Policy, RowFormat
-from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.chains.program import FORWARD_BACKWARD, Pass, RowFormat
 from monta_megatron.exchange import executor
+from monta_megatron.exchange.buffers import Columns
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run as run_pass
-from monta_megatron.exchange.payload import Columns
-from monta_megatron.exchange.state import Exchange
 from monta_megatron.exchange.streams import CudaStreams, Streams
 from monta_megatron.planner.chain_price import peak_bytes
 
@@ -38,7 +37,6 @@ def measure(
     dtype: torch.dtype,
     streams: Callable[[torch.device], Streams] = CudaStreams,
     fused: bool = False,
-    quantized: bool = False,
 ) -> tuple[dict[str, int], BoundChain, int]:
     """Bytes at the peak of each pass beyond its input; the bound chain; the longest list."""
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
@@ -52,7 +50,7 @@ def measure(
         peaks[way.name] = recorder.peak_bytes - before
         return outputs
 
-    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused, quantized)
+    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
     with (
         _no_kernels(recorder) if fused else nullcontext(),
         mock.patch.object(executor, "run", run),
@@ -111,27 +109,4 @@ def test_a_host_gives_memory_back_as_soon_as_it_was_read(
         )
         for way in FORWARD_BACKWARD:
             expected = peak_bytes(lower(bound, way, ROWS[dtype], width, "host"))
-            assert expected <= peaks[way.name] <= 1.03 * expected, (num_chunks, way.name)
-
-
-@pytest.mark.parametrize("policy", ["host", "streams", "fused"])
-@each_dtype
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
-def test_quantized_rows(
-    chain_name: str, layout_name: str, dtype: torch.dtype, policy: Policy
-) -> None:
-    """What is scaled lies in memory while it is."""
-    fused = policy == "fused"
-    if fused:
-        pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
-    streams = (lambda *_: Streams()) if policy == "host" else CudaStreams
-    for num_chunks in (1,) if CHAINS[chain_name].serial else (1, 3):
-        peaks, bound, width = measure(
-            chain_name, layout_name, num_chunks, dtype, streams, fused, quantized=True
-        )
-        for way in FORWARD_BACKWARD:
-            row = ROWS[dtype]
-            if way == DISPATCH:
-                row = row._replace(quantized_bytes=row_bytes(row.hidden_size))
-            expected = peak_bytes(lower(bound, way, row, width, policy))
             assert expected <= peaks[way.name] <= 1.03 * expected, (num_chunks, way.name)

@@ -114,11 +114,11 @@ def test_one_structure_serves_all_counts_widths_and_ranks() -> None:
 def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int) -> None:
     layout = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
     # That one has no other implementation than a kernel; the two that it stands for have.
-    assert {*OPERATIONS, "to_experts"} == set(TRAFFIC) == set(get_args(Kind)) - {"experts"}
+    assert {*OPERATIONS, "to_experts"} == set(TRAFFIC) == set(get_args(Kind))
     pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
     from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 
-    assert set(FUSED_OPERATIONS) == set(get_args(Kind)) - {"experts"}
+    assert set(FUSED_OPERATIONS) == set(get_args(Kind))
     model = load_model(CONFIGS / "models/olmoe_1b_7b.yaml")
     shape = shape_of_model(model, layout, 512)
     for chain in CHAINS.values():

@@ -20,14 +20,15 @@ from stream_recorder import Entry, Finding, RecordedStream, Recorder, times_in_o
 from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
 from monta_megatron.chains import lower as lower_module
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, RowFormat
+from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, Release, RowFormat
 from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.core import Layout
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
+from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
-from monta_megatron.exchange.state import Exchange, State
 from monta_megatron.exchange.streams import CudaStreams, Ready
 
 NUM_LOCAL_EXPERTS = 2
@@ -93,7 +94,6 @@ def make_exchange(
     num_chunks: int,
     recorder: Recorder,
     fused: bool = False,
-    quantized: bool = False,
 ) -> Exchange:
     counts, width = count(chain, layout, routing_map)
     return Exchange(
@@ -103,7 +103,6 @@ def make_exchange(
         monitor=recorder.monitor,
         max_experts_per_token=width,
         fused=fused,
-        quantized=quantized,
     )
 
 
@@ -140,13 +139,12 @@ def record(
     num_chunks: int,
     routing: Routing = PLAIN,
     streams: type[CudaStreams] = CudaStreams,
-    quantized: bool = False,
 ) -> Recorder:
     """What a layer issues to the device, up to the death of everything that it made."""
     chain = CHAINS[chain_name]
     routing_map = routing.map(layout.num_experts)
     recorder = Recorder(streams)
-    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, quantized=quantized)
+    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder)
     with recorder:
         run_layer(exchange, routing_map)
         del exchange
@@ -195,13 +193,6 @@ def test_fused_kernels_are_ordered_likewise(
     assert order_of(recorder) == order_of(sound(chain_name, layout_name, num_chunks))
 
 
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
-def test_quantized_rows_are_ordered_likewise(chain_name: str, layout_name: str) -> None:
-    for num_chunks in (1, 3):
-        recorder = record(chain_name, LAYOUTS[layout_name], num_chunks, quantized=True)
-        assert recorder.findings == []
-
-
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
@@ -209,12 +200,16 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class NoWaitForFills(CudaStreams):
+class ForksEarly(CudaStreams):
     """Stages do not wait for what an allocation has issued on the caller's stream."""
 
-    def on_caller(self, allocate: Any, number: int) -> Any:
-        with torch.cuda.stream(self._caller):
-            return allocate(number)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._before = self._caller.record_event()
+
+    def fork(self, num_streams: int) -> None:
+        with mock.patch.object(self._caller, "record_event", lambda: self._before):
+            super().fork(num_streams)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
@@ -224,14 +219,14 @@ def test_allocations_that_fill(
 ) -> None:
     layout = LAYOUTS[layout_name]
     assert record(chain_name, layout, num_chunks).findings == []
-    findings = record(chain_name, layout, num_chunks, streams=NoWaitForFills).findings
+    findings = record(chain_name, layout, num_chunks, streams=ForksEarly).findings
     assert {finding.kind for finding in findings} == {"race"}
 
 
 class NoWait(CudaStreams):
     """The consumer does not wait for what the stage before it launched."""
 
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
         wait, own = super().ready(works), self._current
 
         def wait_on_own_stream() -> None:
@@ -250,7 +245,7 @@ class PreviousEvent(CudaStreams):
         super().__init__(device)
         self.previous: dict[torch.cuda.Stream, Ready] = {}
 
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
         wait = self.previous.get(self._current, lambda: None)
         self.previous[self._current] = super().ready(works)
         return wait
@@ -271,17 +266,23 @@ class NoKeep(CudaStreams):
 
 
 class AllocatesOnStages(CudaStreams):
-    """Held until the join, but of the stage's own memory."""
+    """Held until the join, but memory of a stage's stream."""
 
-    def on_caller(self, allocate: Any, number: int) -> Any:
-        return allocate(number)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        (stream,) = streams_module._side_streams(device, self._caller, 1)
+        torch.cuda.set_stream(stream)
+
+    def fork(self, num_streams: int) -> None:
+        torch.cuda.set_stream(self._caller)
+        super().fork(num_streams)
 
 
 class WaitAtOnce(CudaStreams):
     """The stage's own stream waits for its collective as soon as that is launched."""
 
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
-        for work in works:
+    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
+        for work in works or ():
             work.wait()
         return super().ready(works)
 
@@ -311,7 +312,7 @@ def test_memory_given_back_before_the_join_is_found(chain_name: str, layout_name
     def released_at_last_read(*structure: Any) -> Program:
         made = program(*structure)
         buffers = (
-            each if each.release == "caller" else each._replace(release="last read")
+            each if each.release is Release.CALLER else each._replace(release=Release.LAST_READ)
             for each in made.buffers
         )
         return dataclasses.replace(made, buffers=tuple(buffers))
@@ -487,11 +488,11 @@ def test_collectives_are_issued_in_one_order_on_every_rank(
 
 
 def test_a_chunk_that_is_left_out_because_it_is_empty_is_found() -> None:
-    def start_if_rows(state: State, operation: Operation, *_: Any) -> list[Any]:
-        send, receive = state.bound.splits(operation)
+    def start_if_rows(buffers: Buffers, operation: Operation, *_: Any) -> list[Any]:
+        send, receive = buffers.bound.splits(operation)
         if any(send) or any(receive):
-            return start(state, operation)
-        state.allocate(operation.writes[0])
+            return start(buffers, operation)
+        buffers.messages(operation.writes[0])
         return []
 
     start = operations.OPERATIONS["alltoall"]

@@ -10,7 +10,7 @@ size, ETP = expert tensor parallel size, L = local experts per EP rank.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -318,6 +318,42 @@ class BoundChain:
         return [*before, self.stages[-1].rows_after.tolist()]
 
     @cached_property
+    def shape(self) -> "ChainShape":
+        """All that its programs depend on."""
+        stages = tuple([stage.shape for stage in self.stages])
+        return chain_shape(stages, self.num_chunks, self.layout.etp, self.layout.crossing_groups)
+
+    @property
     def shapes(self) -> tuple[StageShape, ...]:
         """Shapes of the bound stages, which do not depend on the counts."""
-        return tuple(stage.shape for stage in self.stages)
+        return self.shape.stages
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChainShape:
+    """All of a bound chain that does not depend on counts or ranks; see `chain_shape`.
+
+    Attributes:
+        stages: shapes of the stages, in the chain's order.
+        num_chunks: C.
+        etp: expert tensor parallel size.
+        crossing_groups: the groups that span nodes.
+    """
+
+    stages: tuple[StageShape, ...]
+    num_chunks: int
+    etp: int
+    crossing_groups: frozenset[GroupName]
+
+
+@lru_cache(maxsize=4096)
+def chain_shape(
+    stages: tuple[StageShape, ...],
+    num_chunks: int,
+    etp: int,
+    crossing_groups: frozenset[GroupName],
+) -> ChainShape:
+    """One object for equal shapes: a key that is hashed by its identity, once per pass."""
+    return ChainShape(
+        stages=stages, num_chunks=num_chunks, etp=etp, crossing_groups=crossing_groups
+    )

@@ -15,8 +15,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from monta_megatron.chains.chain import BoundChain, Order, Rows, order_of_issue
-from monta_megatron.chains.one_chunk import one_chunk
+from monta_megatron.chains.chain import BoundChain, ChainShape, Order, order_of_issue
 from monta_megatron.chains.program import (
     BoundProgram,
     Buffer,
@@ -24,9 +23,11 @@ from monta_megatron.chains.program import (
     Pass,
     Policy,
     Program,
+    Release,
     RowFormat,
     waits_of,
 )
+from monta_megatron.chains.stage_operations import operations_of_chunk
 from monta_megatron.chains.stages import AllGather, AllToAll, StageShape
 from monta_megatron.core import GroupName
 
@@ -49,19 +50,9 @@ def lower(
         policy: how the program is executed.
         order: (pipeline offsets of the stages, C) -> (stage, chunk) in the order of issue.
     """
-    layout = bound.layout
-    program = _structure(
-        bound.chain.rows,
-        order,
-        bound.shapes,
-        bound.num_chunks,
-        layout.etp,
-        layout.crossing_groups,
-        pass_,
-        row,
-        policy,
-    )
-    return BoundProgram(program=program, bound=bound, max_experts_per_token=max_experts_per_token)
+    # On the host's critical path, four times per layer and micro-batch: one look-up by a short key.
+    program = _structure(bound.shape, pass_, row, policy, order)
+    return BoundProgram(program, bound, max_experts_per_token)
 
 
 def pipeline_offsets(
@@ -97,21 +88,13 @@ def pipeline_offsets(
 
 @lru_cache(maxsize=512)
 def _structure(
-    rows: Rows,
-    order: Order,
-    shapes: tuple[StageShape, ...],
-    num_chunks: int,
-    etp: int,
-    crossing: frozenset[GroupName],
-    pass_: Pass,
-    row: RowFormat,
-    policy: Policy,
+    shape: ChainShape, pass_: Pass, row: RowFormat, policy: Policy, order: Order
 ) -> Program:
     # Step 1: what is done for a chunk, stage by stage.
+    shapes, num_chunks, crossing = shape.stages, shape.num_chunks, shape.crossing_groups
     in_order = shapes[::-1] if pass_.transpose else shapes
     offsets = pipeline_offsets(in_order, crossing, policy)
-    packs = num_chunks > 1 or rows == "tokens"
-    work = one_chunk(in_order, offsets, rows, etp, crossing, pass_, row, packs, policy == "fused")
+    work = operations_of_chunk(shape, offsets, pass_, row, is_fused=policy == "fused")
 
     # Step 2: the order of the chunks. Transposed passes take them from the last to the first, the
     # small one first, unless a single collective is followed by a copy alone: that could hide
@@ -125,7 +108,7 @@ def _structure(
     issued = [(series, turn) for at, turn in order(offsets, num_chunks) for series in by_stage[at]]
     stamped = _stamp(
         tuple(work.operations),
-        tuple((one.release == "join", one.chunk is None) for one in work.buffers),
+        tuple((one.release is Release.JOIN, one.chunk is None) for one in work.buffers),
         tuple(issued),
         chunks,
         policy,
@@ -135,10 +118,10 @@ def _structure(
     buffers: list[Buffer] = []
     for at, buffer in enumerate(work.buffers):
         release, window = buffer.release, stamped.windows[at]
-        if release == "join" and policy == "host":
-            release = "last read"
-        elif release == "join" and window < num_chunks:
-            release = "window"
+        if release is Release.JOIN and policy == "host":
+            release = Release.LAST_READ
+        elif release is Release.JOIN and window < num_chunks:
+            release = Release.WINDOW
         buffers += [
             buffer._replace(
                 number=stamped.buffers[at][turn],
@@ -149,7 +132,7 @@ def _structure(
             )
             for turn in range(1 if buffer.chunk is None else num_chunks)
         ]
-    last = stamped.writes[work.output][-1]
+    last = stamped.writes[work.current][-1]
     trailing = (operation.number for operation in stamped.operations if operation.stream > 0)
     return Program(
         pass_=pass_,
@@ -157,7 +140,7 @@ def _structure(
         policy=policy,
         operations=stamped.operations,
         buffers=tuple(buffers),
-        output=stamped.buffers[work.output][0],
+        output=stamped.buffers[work.current][0],
         waits_at_end=(last,) if last >= 0 and stamped.operations[last].is_collective else (),
         num_streams=offsets[-1] + 1,
         num_at_start=next(trailing, len(stamped.operations)),

@@ -9,6 +9,7 @@ Notation: C = number of chunks, H = hidden size, W = most experts of any token.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
@@ -30,8 +31,6 @@ Policy: TypeAlias = Literal["host", "streams", "fused"]
 Resource: TypeAlias = Literal["inter", "intra", "memory"]
 # Those of collectives.
 LINKS: tuple[Resource, ...] = ("inter", "intra")
-# A resource, or the compute units: of experts.
-ResourceOrCompute: TypeAlias = Literal[Resource, "compute"]
 Kind: TypeAlias = Literal[
     "pack",
     "find_lists",
@@ -43,8 +42,6 @@ Kind: TypeAlias = Literal[
     "allgather",
     "reduce_parts",
     "put",
-    # Of a whole layer's program alone, see `pipelined_layer`.
-    "experts",
 ]
 # Operations that a calibration times and a curve prices.
 PricedOperation: TypeAlias = Literal[
@@ -61,14 +58,24 @@ PricedOperation: TypeAlias = Literal[
     "unpermute",
 ]
 COLLECTIVES: tuple[Literal["alltoall", "allgather"], ...] = ("alltoall", "allgather")
-# When a buffer's memory is given back: to the next chunk but W - 1 once it was read ("window"), at
-# the end of the pass ("join"), once it was read for the last time ("last read"); a "caller" has its
-# own, and what says where copies lie is kept for the passes that follow ("exchange").
-Release: TypeAlias = Literal["window", "join", "last read", "caller", "exchange"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pass:
+class Release(Enum):
+    """When the memory of a buffer is released."""
+
+    WINDOW = "window"
+    """To a later chunk: its slot of the ring buffer is overwritten once it has been read."""
+    JOIN = "join"
+    """At the end of the pass, when the caller's stream waits for the side streams."""
+    LAST_READ = "last read"
+    """When the last operation that reads it has ended; without a reader, after its own."""
+    CALLER = "caller"
+    """Never by the pass: its input and its output belong to the caller."""
+    EXCHANGE = "exchange"
+    """With the micro-batch: lists of copies, which later passes read again."""
+
+
+class Pass(NamedTuple):
     """One of the four passes over a chain, and which columns it carries besides the hidden rows."""
 
     name: str
@@ -129,7 +136,7 @@ class Buffer(NamedTuple):
         copies: how many times it holds them.
         columns: what a row consists of; none for what says where copies lie.
         packed: the columns share one message; else one message for each.
-        release: when its memory is given back.
+        release: when its memory is released.
         slot: buffers with the same slot use the same memory, one after the other.
         last_read: the last operation that reads it.
         series: buffers that hold the same of other chunks have the same number here.
@@ -189,7 +196,7 @@ class Operation(NamedTuple):
     series: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    resource: ResourceOrCompute
+    resource: Resource
     group: GroupName | None
     stream: int
     waits: tuple[int, ...]
@@ -244,24 +251,6 @@ class Program:
         return frozenset(number for numbers in (*waits, self.waits_at_end) for number in numbers)
 
     @cached_property
-    def allocations(self) -> tuple[tuple[tuple[Buffer, ...], ...], ...]:
-        """Allocations by number of a buffer: the buffers that share its memory, by slot.
-
-        Those of all chunks, if they are given back at the end of the pass; else it alone.
-        """
-        together: dict[int, dict[int, tuple[Buffer, ...]]] = {}
-        for buffer in self.buffers:
-            if buffer.release in ("join", "window"):
-                by_slot = together.setdefault(buffer.series, {})
-                by_slot[buffer.slot] = (*by_slot.get(buffer.slot, ()), buffer)
-        return tuple(
-            tuple(together[buffer.series].values())
-            if buffer.release in ("join", "window")
-            else ((buffer,),)
-            for buffer in self.buffers
-        )
-
-    @cached_property
     def slots(self) -> dict[int, list[Buffer]]:
         """slot -> the buffers that use it."""
         by_slot: dict[int, list[Buffer]] = {}
@@ -270,8 +259,7 @@ class Program:
         return by_slot
 
 
-@dataclass(frozen=True, kw_only=True)
-class BoundProgram:
+class BoundProgram(NamedTuple):
     """A program with the rows of one rank and one micro-batch.
 
     Attributes:
@@ -347,7 +335,6 @@ def waits_of(
     operations: Sequence[Operation],
     needs: Sequence[Collection[int]],
     policy: Policy,
-    awaited: Collection[Kind] = COLLECTIVES,
 ) -> list[Waits]:
     """Operations that each operation waits for.
 
@@ -356,17 +343,14 @@ def waits_of(
         needs: for each, the operations that have to end before it: they have written what it reads,
             or read what it overwrites.
         policy: how the program is executed.
-        awaited: kinds of operations that run beside their stream, or the host, and are waited for.
     """
-    return (_on_host if policy == "host" else _on_streams)(operations, needs, awaited)
+    return (_on_host if policy == "host" else _on_streams)(operations, needs)
 
 
-def _on_streams(
-    operations: Sequence[Operation], needs: Sequence[Collection[int]], awaited: Collection[Kind]
-) -> list[Waits]:
+def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
     """On a device: streams wait for each other, the host for nothing."""
     # Queues, each of which runs its operations in order: a side stream, or a group's own.
-    queues = [one.group if one.kind in awaited else one.stream for one in operations]
+    queues = [one.group if one.is_collective else one.stream for one in operations]
     # (stream, queue) -> the latest operation of the queue for which the stream has waited.
     waited: dict[tuple[int, object], int] = {}
     latest: dict[object, int] = {}
@@ -385,9 +369,7 @@ def _on_streams(
     return result
 
 
-def _on_host(
-    operations: Sequence[Operation], needs: Sequence[Collection[int]], awaited: Collection[Kind]
-) -> list[Waits]:
+def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
     """On CPU ranks: the host waits for collectives, and for each copy that it makes itself."""
     waited: set[int] = set()
     copied: tuple[int, ...] = ()
@@ -396,11 +378,10 @@ def _on_host(
         waits = tuple(
             need
             for need in sorted(numbers)
-            if operations[need].kind in awaited and need not in waited
+            if operations[need].is_collective and need not in waited
         )
         waited.update(waits)
-        is_awaited = operation.kind in awaited
-        host: Literal["starts", "runs"] = "starts" if is_awaited else "runs"
+        host: Literal["starts", "runs"] = "starts" if operation.is_collective else "runs"
         result.append(Waits(waits, (), copied + waits, host))
-        copied = copied if is_awaited else (number,)
+        copied = copied if operation.is_collective else (number,)
     return result

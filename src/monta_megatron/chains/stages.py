@@ -26,14 +26,14 @@ from monta_megatron.core import GroupName
 RowCounts: TypeAlias = NDArray[Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Permute:
     """A device-to-device copy between a whole tensor and the rows of one chunk."""
 
     name: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Duplicate:
     """A copy of a row for every part of the experts in which its token has one.
 
@@ -47,7 +47,7 @@ class Duplicate:
     part: Literal["node", "rank", "expert"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AllToAll:
     """An exchange inside `group`; the transpose swaps sent and received rows."""
 
@@ -55,7 +55,7 @@ class AllToAll:
     group: GroupName
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AllGather:
     """Every rank of `group` receives every rank's rows, in rank order.
 
@@ -180,7 +180,7 @@ class BoundStage:
         placement: Placement = "none"
         if self.segments is not None:
             placement = "slice" if self.segments.is_slice else "index"
-        return StageShape(stage=self.stage, placement=placement, group_size=self.send.shape[1])
+        return StageShape(self.stage, placement, self.send.shape[1])
 
 
 def _over_peers(rows: RowCounts) -> RowCounts:

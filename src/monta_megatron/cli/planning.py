@@ -74,13 +74,8 @@ def add_arguments(parser: Any, needs_model: bool = True, says_gain: bool = True)
             type=whole(1),
             help="sequences of an iteration, for what it gains",
         )
-        parser.add_argument(
-            "--wire-dtype",
-            choices=("fp8",),
-            help="tokens travel to their experts in eight bits (default: in their own dtype)",
-        )
     else:
-        parser.set_defaults(global_batch_size=None, wire_dtype=None)
+        parser.set_defaults(global_batch_size=None)
     parser.add_argument(
         "--kernels",
         choices=("auto", "torch", "fused"),
@@ -160,7 +155,6 @@ def request_of(parsed: argparse.Namespace) -> "PlanRequest":
         phase=parsed.phase,
         inter_rate_ratio=parsed.inter_rate_ratio,
         kernels=parsed.kernels,
-        wire_dtype=parsed.wire_dtype,
     )
 
 

@@ -4,7 +4,7 @@ The backward of dispatch is the program of combine, and the reverse. Neither sav
 that a schedule may free them once the pass has returned. See `chains.lower`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,17 @@ from monta_megatron.chains.program import (
     Operation,
     Pass,
 )
-from monta_megatron.exchange import operations
-from monta_megatron.exchange.monitor import NOTHING
-from monta_megatron.exchange.payload import Columns
-from monta_megatron.exchange.state import Exchange, State
+from monta_megatron.exchange import errors, operations
+from monta_megatron.exchange.buffers import Buffers, Columns
+from monta_megatron.exchange.exchange import Exchange
+from monta_megatron.exchange.streams import Ready, streams_for
 
 
 def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
     """Apply the chain, or its transpose, to all rows.
 
     Args:
-        exchange: what moves.
+        exchange: what is sent.
         pass_: the pass.
         columns: contiguous, on the source side, or on the experts' side for a transpose.
 
@@ -39,55 +39,119 @@ def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
     Raises:
         ExchangeError: a collective failed or timed out.
     """
-    state = State(exchange, pass_, columns)
-    program = state.bound.program
-    state.streams.fork(program.num_streams)
-    issue(state, program.operations)
-    return _end(state)
+    execution = Execution(exchange, pass_, columns)
+    execution.fork()
+    return execution.finish()
 
 
-def start(state: State) -> None:
-    """Begin a pass, whose caller goes on; its first collective is under way then."""
-    state.reserve()
-    program = state.bound.program
-    state.streams.fork(program.num_streams)
-    issue(state, program.operations[: program.num_at_start])
+class Execution:
+    """A pass under way.
 
+    Args:
+        exchange: what is sent.
+        pass_: the pass.
+        columns: see `run`.
+        output: where the pass writes its result; None lets it allocate that.
 
-def go_on(state: State) -> None:
-    """Issue the rest of a pass that was begun."""
-    issue(state, state.bound.program.operations[state.num_issued :])
+    Attributes:
+        buffers: its messages.
+        bound: the program of the pass with this micro-batch's rows.
+        groups: the process group for every group name of the chain.
+        num_issued: operations that were issued.
+        works: by number of a collective, what was started; emptied where the host has waited.
+    """
 
+    def __init__(
+        self, exchange: Exchange, pass_: Pass, columns: Columns, output: Columns | None = None
+    ) -> None:
+        self._streams = streams_for(columns.rows.device)
+        self.buffers = Buffers(exchange, pass_, columns, self._streams.policy, output)
+        if self.buffers.indices.memory is not None:
+            self._streams.keep(self.buffers.indices.memory)
+        self.bound = self.buffers.bound
+        self.groups = exchange.groups
+        self.num_issued = 0
+        self.works: dict[int, list[torch.distributed.Work]] = {}
+        self._monitor = exchange.monitor
+        self._ready: dict[int, Ready] = {}
+        self._is_host = self.bound.program.policy == "host"
+        self._run = operations.OPERATIONS
+        if exchange.fused:
+            from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 
-def finish(state: State) -> Columns:
-    """End a pass that was begun, and return its output as `run` does."""
-    go_on(state)
-    return _end(state)
+            self._run = FUSED_OPERATIONS
+        errors.UNDER_WAY.add(self)
 
+    def fork(self) -> None:
+        """Let the side streams begin behind what the caller's stream was given so far."""
+        self._streams.fork(self.bound.program.num_streams)
 
-def issue(state: State, issued: Iterable[Operation]) -> None:
-    """Issue operations of a pass; the caller's stream is the current one before and after."""
-    streams, monitor = state.streams, state.exchange.monitor
-    is_named = monitor.names_operations()
-    chain = state.bound.bound.chain.name
-    kinds = operations.OPERATIONS
-    if state.exchange.fused:
-        from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS as kinds
-    try:
-        for operation in issued:
-            streams.enter(operation.stream)
-            with monitor.range(state.pass_name, chain, operation) if is_named else NOTHING:
-                state.wait(operation.waits)
-                state.issued(operation, kinds[operation.kind](state, operation))
-    finally:
-        streams.leave()
+    def start(self) -> None:
+        """Begin a pass whose caller continues; its first collective is under way then."""
+        self.fork()
+        self._issue_all(self.bound.program.operations[: self.bound.program.num_at_start])
 
+    def go_on(self) -> None:
+        """Issue the rest of the operations; the caller's stream is current before and after."""
+        self._issue_all(self.bound.program.operations[self.num_issued :])
 
-def _end(state: State) -> Columns:
-    program = state.bound.program
-    state.wait(program.waits_at_end)
-    state.streams.join()
-    return state.columns(program.output)
+    def finish(self) -> Columns:
+        """Issue the rest, and return the output as `run` does."""
+        self.go_on()
+        program = self.bound.program
+        for number in program.waits_at_end:
+            self._wait(number)
+        self._streams.join()
+        return self.buffers.columns(program.output)
+
+    def _issue_all(self, issued: Sequence[Operation]) -> None:
+        monitor, enter = self._monitor, self._streams.enter
+        is_named = monitor.names_operations()
+        pass_name, chain = self.buffers.pass_name, self.bound.bound.chain.name
+        try:
+            for operation in issued:
+                enter(operation.stream)
+                if is_named:
+                    with monitor.range(pass_name, chain, operation):
+                        self._issue(operation)
+                else:
+                    self._issue(operation)
+        finally:
+            self._streams.leave()
+
+    def _issue(self, operation: Operation) -> None:
+        for number in operation.waits:
+            self._wait(number)
+        works = None
+        try:
+            works = self._run[operation.kind](self.buffers, operation)
+        except RuntimeError as error:
+            if not operation.is_collective:
+                raise
+            raise errors.failure(self, operation, error) from error
+        number = operation.number
+        self.num_issued = number + 1
+        if number in self.bound.program.awaited:
+            self._ready[number] = self._streams.ready(works)
+        if works:
+            self.works[number] = works
+            self._streams.watch(self.bound, self.groups, operation, works)
+        elif self._is_host:
+            self.buffers.release(operation)
+
+    def _wait(self, number: int) -> None:
+        """Let the current stream, or the host, wait for an operation."""
+        monitor, operation = self._monitor, self.bound.program.operations[number]
+        if monitor.recorder is not None:
+            monitor.note("wait", self.buffers.pass_name, operation)
+        try:
+            self._ready[number]()
+        except RuntimeError as error:
+            raise errors.failure(self, operation, error) from error
+        if monitor.recorder is not None:
+            monitor.note("ready", self.buffers.pass_name, operation)
+        if self._is_host:
+            self.buffers.release(operation)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -11,9 +11,11 @@ from torch.autograd import profiler
 
 from monta_megatron.chains.program import Operation
 from monta_megatron.common.torch_private import is_profiling
+from monta_megatron.exchange.collectives import PeerGroup
 
 Action = Literal["begin", "start", "wait", "ready", "end"]
-NOTHING = nullcontext()
+# Messages that are counted together.
+MOST_UNCOUNTED = 1024
 
 
 class Step(NamedTuple):
@@ -50,13 +52,37 @@ class Monitor:
     """Filled by the executor as it issues collectives.
 
     Attributes:
-        bytes_sent: (stage, resource) -> bytes of payload that left this rank for another one,
-            counted from the tensors that were sent: "inter" between nodes, "intra" inside one.
         recorder: records the steps, or None where none are wanted.
     """
 
-    bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
     recorder: Recorder | None = None
+    _bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # Adding up when somebody asks costs the host of a collective a tenth: 0.3 us, not 3.
+    _sent: list[tuple[str, PeerGroup, list[int], int]] = field(default_factory=list)
+
+    def sent(
+        self, stage: str, group: PeerGroup, num_rows: list[int], message: torch.Tensor
+    ) -> None:
+        """Count a message, of which each peer was sent so many rows."""
+        self._sent.append((stage, group, num_rows, message.shape[1:].numel() * message.itemsize))
+        if len(self._sent) == MOST_UNCOUNTED:
+            self._count()
+
+    @property
+    def bytes_sent(self) -> Counter[tuple[str, str]]:
+        """(stage, resource) -> bytes of payload that left this rank for another one.
+
+        Counted from the tensors that were sent: "inter" between nodes, "intra" inside one.
+        """
+        self._count()
+        return self._bytes_sent
+
+    def _count(self) -> None:
+        for stage, group, num_rows, row_bytes in self._sent:
+            for resource, peers in group.peers.items():
+                sent = sum(map(num_rows.__getitem__, peers))
+                self._bytes_sent[stage, resource] += sent * row_bytes
+        self._sent.clear()
 
     def bytes_by_resource(self) -> dict[str, int]:
         """Bytes that left this rank so far, over all stages."""

@@ -1,7 +1,7 @@
 """Operations of the executor as PyTorch operations on any device.
 
-Each takes the state of its pass, writes the buffers that the program says, and returns what it
-started and did not wait for.
+Each takes the buffers of its pass and writes those that the program says. Collectives return what
+was started and is not waited for.
 
 Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size.
 """
@@ -12,77 +12,71 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import Kind, Operation
+from monta_megatron.exchange.buffers import Buffers, promoted
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import copy_rows, find_copies, put_rows
-from monta_megatron.exchange.payload import Columns
-from monta_megatron.exchange.state import State, promoted
+from monta_megatron.exchange.copies import Parts, copy_rows, find_copies, put_rows
 from monta_megatron.exchange.sums import column_blocks, sum_parts, sum_rows
 
 Works = list[dist.Work]
 
 
-def pack(state: State, operation: Operation) -> Works:
-    """Take a chunk's rows out of the whole tensor, into a message."""
-    whole, index = state.read(operation)
+def pack(buffers: Buffers, operation: Operation) -> None:
+    """Gather a chunk's rows from the whole tensor into a message."""
+    whole, index = buffers.source(operation)
     assert index is not None, "rows that lie in order are sent as they lie"
-    into = _written(state, operation)
+    into, _ = buffers.target(operation)
     for target, column in zip(into.tensors(), whole.tensors(), strict=True):
         copy_rows(target, column, index)
-    return []
 
 
-def put(state: State, operation: Operation) -> Works:
-    """Put a chunk's rows where they belong in the whole tensor."""
-    columns, _ = state.read(operation)
-    into, index = _places(state, operation)
+def put(buffers: Buffers, operation: Operation) -> None:
+    """Scatter a chunk's rows to their places in the whole tensor."""
+    columns, _ = buffers.source(operation)
+    into, index = buffers.target(operation)
     for target, column in zip(into.tensors(), columns.tensors(), strict=True):
-        _put(target, column, index)
-    return []
+        if index is None:
+            target.copy_(column)
+        else:
+            put_rows(target, index, column)
 
 
-def find(state: State, operation: Operation) -> Works:
+def find(buffers: Buffers, operation: Operation) -> None:
     """Find the copies of rows, from their expert ids."""
-    columns, _ = state.read(operation)
+    columns, _ = buffers.source(operation)
     assert columns.ids is not None, f"{operation.stage} has nothing to find"
-    copies = state.indices.copies[operation.position, operation.chunk]
-    find_copies(columns.ids, state.parts(operation, columns.ids), copies)
-    return []
+    find_copies(columns.ids, _parts(buffers, operation, columns.ids), buffers.copies(operation))
 
 
-def duplicate(state: State, operation: Operation) -> Works:
+def duplicate(buffers: Buffers, operation: Operation) -> None:
     """Copy each row for every part that it goes to: [N, H] -> [M, H], with its list."""
-    columns, _ = state.read(operation)
-    copies = state.indices.copies[operation.position, operation.chunk]
-    read, written = operation.reads[0], operation.writes[0]
-    if state.payloads[read] == state.payloads[written]:
-        # Messages of the same layout are copied with all of their columns at once.
-        for target, message in zip(state.allocate(written), state.messages(operation), strict=True):
+    copies, (read, *_), (written, *_) = buffers.copies(operation), operation.reads, operation.writes
+    if buffers.formats[read] == buffers.formats[written]:
+        # Messages of the same format are copied with all of their columns at once.
+        pairs = zip(buffers.messages(written), buffers.sent(operation), strict=True)
+        for target, message in pairs:
             copy_rows(target, message, copies.row)
-        return []
-    into = _written(state, operation)
+        return
+    columns, (into, _) = buffers.source(operation)[0], buffers.target(operation)
     for target, column in zip(into.tensors(), columns.tensors(), strict=False):
         if target.dim() == column.dim():
             copy_rows(target, column, copies.row)
         else:
             # [N, W] -> [M]: the probability of a copy's expert.
             target.copy_(column[copies.row, copies.place])
-    return []
 
 
-def reduce(state: State, operation: Operation) -> Works:
+def reduce(buffers: Buffers, operation: Operation) -> None:
     """Sum each row's copies: [M, H] -> [N, H], rounded once; its probabilities likewise."""
-    columns, index = state.read(operation)
-    copies = state.indices.copies[operation.position, operation.chunk]
-    into = _written(state, operation)
+    columns, index = buffers.source(operation)
+    copies, (into, _) = buffers.copies(operation), buffers.target(operation)
     targets = [(into.rows, slice(None))]
     if operation.group is not None:
         # Rows on the wire are rounded; this rank's part of the next sum is not.
-        gathered = state.exchange.bound.stages[operation.position - 1].receive[operation.chunk]
-        end = int(gathered[: state.group(operation).rank + 1].sum())
-        (unrounded,) = state.allocate(operation.writes[1])
-        targets.append((unrounded, slice(end - unrounded.shape[0], end)))
-    for block in column_blocks(columns.rows, state.sum_dtype):
-        sums = copies.sum_by_row(columns.rows[:, block], state.sum_dtype, index)
+        unrounded = buffers.columns(operation.writes[1]).rows
+        first = first_unrounded(buffers, operation)
+        targets.append((unrounded, slice(first, first + unrounded.shape[0])))
+    for block in column_blocks(columns.rows, buffers.sum_dtype):
+        sums = copies.sum_by_row(columns.rows[:, block], buffers.sum_dtype, index)
         for target, rows in targets:
             target[:, block] = sums[rows]
         # Its memory is needed for the next block.
@@ -94,37 +88,41 @@ def reduce(state: State, operation: Operation) -> Works:
             # [M] -> [N, W]: every expert of a list has one copy, or none here.
             shares = columns.probs if index is None else columns.probs[index]
             into.probs.zero_()[copies.row, copies.place] = shares
-    return []
 
 
-def reduce_parts(state: State, operation: Operation) -> Works:
+def first_unrounded(buffers: Buffers, operation: Operation) -> int:
+    """The first of the rows whose next sum is this rank's, among those of a "reduce"."""
+    gathered = buffers.exchange.bound.stages[operation.position - 1].receive[operation.chunk]
+    return int(gathered[: buffers.group(operation).rank].sum())
+
+
+def reduce_parts(buffers: Buffers, operation: Operation) -> None:
     """Sum the parts of each row that came from all ranks: [P * N, H] -> [N, H], rounded once."""
-    columns, _ = state.read(operation)
-    rank = state.group(operation).rank
-    unrounded = state.columns(operation.reads[1]).rows if len(operation.reads) > 1 else None
-    for into, parts in zip(_written(state, operation).tensors(), columns.tensors(), strict=True):
+    columns, _ = buffers.source(operation)
+    into, _ = buffers.target(operation)
+    unrounded = buffers.columns(operation.reads[1]).rows if len(operation.reads) > 1 else None
+    for target, parts in zip(into.tensors(), columns.tensors(), strict=True):
         sum_parts(
-            into,
+            target,
             parts,
-            promoted(state.exchange.sum_dtype, parts.dtype),
+            promoted(buffers.exchange.sum_dtype, parts.dtype),
             operation.parts_per_sum,
             unrounded if parts is columns.rows else None,
-            rank,
+            buffers.group(operation).rank,
         )
-    return []
 
 
-def alltoall(state: State, operation: Operation) -> Works:
+def alltoall(buffers: Buffers, operation: Operation) -> Works:
     """Start an exchange of rows with the group."""
-    return _start(state, operation, start_all_to_all)
+    return _start(buffers, operation, start_all_to_all)
 
 
-def allgather(state: State, operation: Operation) -> Works:
+def allgather(buffers: Buffers, operation: Operation) -> Works:
     """Start to gather the group's rows, in the order of its ranks."""
-    return _start(state, operation, start_all_gather)
+    return _start(buffers, operation, start_all_gather)
 
 
-OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
+OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = {
     "pack": pack,
     "find_lists": find,
     "find_copies": find,
@@ -137,44 +135,25 @@ OPERATIONS: Mapping[Kind, Callable[[State, Operation], Works]] = {
 }
 
 
-def _written(state: State, operation: Operation) -> Columns:
-    return state.columns_to_write(operation.writes[0])
+def _parts(buffers: Buffers, operation: Operation, ids: torch.Tensor) -> Parts:
+    """Parts of a stage's copies, held from the first chunk with ids like these to the last."""
+    position, bound, held = operation.position, buffers.exchange.bound, buffers.parts
+    if position not in held:
+        parts = bound.stages[position].parts
+        assert parts is not None, f"{operation.stage} has nothing to find"
+        before, after = bound.rows_at[position : position + 2]
+        held[position] = Parts.of(parts, int(max(before)), int(max(after)), ids)
+    return held.pop(position) if operation.chunk == bound.num_chunks - 1 else held[position]
 
 
-def _places(state: State, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
-    """Places of a chunk's rows in the output: its own rows of it, or all and an index."""
-    into = _written(state, operation)
-    segments = state.exchange.bound.stages[operation.position].segments
-    if segments is None:
-        return into, None
-    if segments.is_slice:
-        return into.of_rows(segments.slice_of(operation.chunk)), None
-    return into, state.rows_in_place(operation.position, operation.chunk)
-
-
-def _put(target: torch.Tensor, column: torch.Tensor, index: torch.Tensor | None) -> None:
-    if index is None:
-        target.copy_(column)
-    else:
-        put_rows(target, index, column)
-
-
-def _start(state: State, operation: Operation, start: Callable[..., dist.Work]) -> Works:
-    group, monitor = state.group(operation), state.exchange.monitor
-    send, receive = state.bound.splits(operation)
-    num_rows = {
-        resource: sum(map(send.__getitem__, peers)) for resource, peers in group.peers.items()
-    }
-    messages = state.messages(operation)
-    outputs = state.allocate(operation.writes[0])
-    works: Works = []
-    monitor.note("start", state.pass_name, operation)
-    try:
-        for output, message in zip(outputs, messages, strict=True):
-            works.append(start(output, message, receive, send, group))
-            row_bytes = message.shape[1:].numel() * message.itemsize
-            for resource in num_rows:
-                monitor.bytes_sent[operation.stage, resource] += num_rows[resource] * row_bytes
-    except RuntimeError as error:
-        raise state.failure(operation, error) from error
-    return monitor.watch(works, state.pass_name, operation)
+def _start(buffers: Buffers, operation: Operation, start: Callable[..., dist.Work]) -> Works:
+    group, monitor = buffers.group(operation), buffers.exchange.monitor
+    send, receive = buffers.bound.splits(operation)
+    outputs, messages = buffers.messages(operation.writes[0]), buffers.sent(operation)
+    if monitor.recorder is not None:
+        monitor.note("start", buffers.pass_name, operation)
+    works = []
+    for output, message in zip(outputs, messages, strict=True):
+        works.append(start(output, message, receive, send, group))
+        monitor.sent(operation.stage, group, send, message)
+    return monitor.watch(works, buffers.pass_name, operation)

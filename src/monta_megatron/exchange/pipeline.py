@@ -31,9 +31,9 @@ from monta_megatron.chains.program import (
     DISPATCH_BACKWARD,
     Pass,
 )
-from monta_megatron.exchange.executor import finish, go_on, start
-from monta_megatron.exchange.payload import Columns
-from monta_megatron.exchange.state import Exchange, State
+from monta_megatron.exchange.buffers import Columns
+from monta_megatron.exchange.exchange import Exchange
+from monta_megatron.exchange.executor import Execution
 
 # (rows [N, H], rows of each local expert, the rows' probabilities [N]) -> their outputs [N, H]
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -112,7 +112,7 @@ class _Pipeline:
         for chunk in chunks:
             ends.append(ends[-1] + int(chunk.bound.num_source_rows))
         self._tokens = [slice(*bounds) for bounds in pairwise(ends)]
-        self._states: dict[tuple[str, int], State] = {}
+        self._under_way: dict[tuple[str, int], Execution] = {}
         # By pass: what is read, and what is written.
         self.sources: dict[str, Columns] = {}
         self._results: dict[str, Columns] = {}
@@ -138,18 +138,18 @@ class _Pipeline:
             if pass_.name not in self._results:
                 self._results[pass_.name] = self._empty_like(columns)
             output = _of_tokens(self._results[pass_.name], self._tokens[chunk])
-        state = State(self._chunks[chunk], pass_, columns, output)
+        execution = Execution(self._chunks[chunk], pass_, columns, output)
         if output is not None:
             # This pass comes after the experts; what is left to issue of others must not.
-            for other in self._states.values():
+            for other in self._under_way.values():
                 if other.bound.program.policy != "host":
-                    go_on(other)
-        start(state)
-        self._states[pass_.name, chunk] = state
+                    other.go_on()
+        execution.start()
+        self._under_way[pass_.name, chunk] = execution
 
     def finish(self, pass_: Pass, chunk: int) -> Columns:
         """End a pass for a chunk."""
-        return finish(self._states.pop((pass_.name, chunk)))
+        return self._under_way.pop((pass_.name, chunk)).finish()
 
     def result(self, pass_: Pass) -> Columns:
         """Output of a pass for all chunks."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from monta_megatron.chains.program import Operation, ResourceOrCompute
+from monta_megatron.chains.program import Operation, Resource
 from monta_megatron.common.rules import Text
 
-ResourceOrHost: TypeAlias = Literal[ResourceOrCompute, "host"]
+ResourceOrHost: TypeAlias = Literal[Resource, "host"]
 
 
 @dataclass(frozen=True, kw_only=True)

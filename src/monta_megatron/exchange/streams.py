@@ -22,7 +22,7 @@ calls; what differs lies in the program (`chains.lower`).
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,8 +31,6 @@ from monta_megatron.exchange.collectives import PeerGroup
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.time_limit import TimeLimit
-
-T = TypeVar("T")
 
 # As many as torch makes for each priority of a device (c10/cuda/CUDAStream.cpp).
 STREAMS_IN_POOL = 32
@@ -62,24 +60,15 @@ class Streams:
     def leave(self) -> None:
         """Issue the following operations on the caller's stream."""
 
-    def on_caller(self, allocate: Callable[[int], T], number: int) -> T:
-        """Allocate memory of messages or outputs, for so many rows.
-
-        Since the fork the caller's stream has been given nothing to do but what an allocation does
-        itself, so memory freed on it can be used at once. Memory allocated on a side stream could
-        be reused by passes only. Memory held until the join may be reused from then on, since the
-        caller's stream then comes after every use.
-        """
-        return allocate(number)
-
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
         """Called once an operation was issued; returns what others call to wait for it."""
 
         def wait() -> None:
-            for work in works:
+            for work in works or ():
                 work.wait()
             # They hold their tensors.
-            works.clear()
+            if works:
+                works.clear()
 
         return wait
 
@@ -122,20 +111,7 @@ class CudaStreams(Streams):
     def leave(self) -> None:
         self._set(self._caller)
 
-    def on_caller(self, allocate: Callable[[int], T], number: int) -> T:
-        inside = self._current
-        self._set(self._caller)
-        try:
-            memory = allocate(number)
-        finally:
-            self._set(inside)
-        # The first write must come after the NaN with which deterministic mode fills the memory,
-        # and after the allocation itself if that is one of the stream's operations.
-        if torch.are_deterministic_algorithms_enabled() or _allocates_in_order():
-            inside.wait_stream(self._caller)
-        return memory
-
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
         if not works:
             event = self._current.record_event()
             return lambda: self._current.wait_event(event)
@@ -172,12 +148,6 @@ def device_time_limit() -> "TimeLimit":
     from monta_megatron.exchange.time_limit import TimeLimit
 
     return TimeLimit()
-
-
-@cache
-def _allocates_in_order() -> bool:
-    """Whether memory is there only once its stream has reached the allocation."""
-    return torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
 
 
 @cache

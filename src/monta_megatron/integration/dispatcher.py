@@ -36,9 +36,9 @@ from monta_megatron.common.torch_private import is_usable
 from monta_megatron.core import Choice
 from monta_megatron.exchange.collectives import are_open
 from monta_megatron.exchange.counts import ExchangeCounts, expert_ids_of
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.counts import are_patched, demands_order, padded
 from monta_megatron.integration.layer_setup import set_up_layer
 from monta_megatron.integration.supported_settings import check_supported

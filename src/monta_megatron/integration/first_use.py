@@ -33,13 +33,13 @@ from monta_megatron.chains.counts import num_counted_blocks
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
 from monta_megatron.exchange.counts import CountTable
 from monta_megatron.exchange.errors import ExchangeError
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.payload import Columns
-from monta_megatron.exchange.state import Exchange
 from monta_megatron.integration.counts import CountExchange
 
 # Tokens of a rank; most ranks have up to 7 fewer, so that their numbers differ.

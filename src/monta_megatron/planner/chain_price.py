@@ -10,16 +10,13 @@ from functools import cached_property, lru_cache
 from monta_megatron.chains.chain import Chain, blocks_for
 from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.program import (
-    DISPATCH,
-    DISPATCH_BACKWARD,
-    FORWARD,
     PASSES,
     BoundProgram,
     Operation,
-    Pass,
     Phase,
     Policy,
     Program,
+    Release,
 )
 from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
@@ -41,33 +38,31 @@ def peak_bytes(bound: BoundProgram) -> float:
     program = bound.program
     sizes = {slot: max(map(bound.num_bytes, buffers)) for slot, buffers in program.slots.items()}
     live = {program.buffers[0].slot: 0.0}
-    peak = 0.0
+    if program.policy != "host":
+        # Those that are held until the join are allocated before the first operation.
+        held = (buffer for buffer in program.buffers if buffer.release is not Release.LAST_READ)
+        live = {buffer.slot: sizes[buffer.slot] for buffer in held} | live
+    peak = sum(live.values())
 
     def end(operation: Operation) -> None:
         for number in {*operation.reads, *operation.writes}:
             buffer = program.buffers[number]
             # A buffer that nothing reads is needed by its own operation alone.
-            if buffer.release == "last read" and buffer.last_read in (-1, operation.number):
+            if buffer.release is Release.LAST_READ and buffer.last_read in (-1, operation.number):
                 live.pop(buffer.slot, None)
 
     for operation in program.operations:
         for number in operation.waits:
             end(program.operations[number])
         for number in operation.writes:
-            for slot in (buffers[0].slot for buffers in program.allocations[number]):
-                live.setdefault(slot, sizes[slot])
+            slot = program.buffers[number].slot
+            live.setdefault(slot, sizes[slot])
         peak = max(peak, sum(live.values()))
         if not operation.is_collective:
             end(operation)
     return peak
 
 
-# The passes that hold most, one per direction, where all rows travel in their own dtype: the other
-# two move the same rows with fewer columns.
-HEAVIEST: dict[Phase, tuple[Pass, ...]] = {
-    "forward": FORWARD,
-    "forward_backward": (DISPATCH, DISPATCH_BACKWARD),
-}
 RESOURCE_NAMES = {
     "inter": "network",
     "intra": "node link",
@@ -195,18 +190,11 @@ def _expected(
         [lower_expected(shape, of_rank, pass_, policy) for of_rank in bound]
         for pass_ in PASSES[phase]
     ]
-    # Rows of eight bits are those of one pass.
-    heaviest = PASSES[phase] if shape.quantized else HEAVIEST[phase]
     return (
         tuple(of_pass[0].program for of_pass in programs),
         tuple(
             pass_traffic(of_pass, shape.tokens_per_rank, num_exchanged_counts)
             for of_pass in programs
         ),
-        max(
-            peak_bytes(program)
-            for pass_, of_pass in zip(PASSES[phase], programs, strict=True)
-            if pass_ in heaviest
-            for program in of_pass
-        ),
+        max(peak_bytes(program) for of_pass in programs for program in of_pass),
     )

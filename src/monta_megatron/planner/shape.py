@@ -5,8 +5,7 @@ from dataclasses import replace
 from monta_megatron.chains import BoundChain, Chain
 from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.lower import lower
-from monta_megatron.chains.program import DISPATCH, BoundProgram, Pass, Policy, RowFormat
-from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.chains.program import BoundProgram, Pass, Policy, RowFormat
 from monta_megatron.core import Layout, Shape
 
 # Of fp32, in which copies of a row are summed at least.
@@ -35,12 +34,10 @@ def lower_expected(shape: Shape, of_rank: BoundChain, pass_: Pass, policy: Polic
     if of_rank.chain.rows == "permuted tokens":
         # Megatron reduces permuted tokens in the dtype of their probabilities.
         sum_bytes = max(sum_bytes, shape.prob_bytes)
-    is_quantized = shape.quantized and pass_ == DISPATCH
     row = RowFormat(
         hidden_size=shape.hidden_size,
         value_bytes=shape.value_bytes,
         prob_bytes=shape.prob_bytes,
         sum_bytes=sum_bytes,
-        quantized_bytes=row_bytes(shape.hidden_size) if is_quantized else 0,
     )
     return lower(of_rank, pass_, row, shape.routing.max_experts_per_token, policy)

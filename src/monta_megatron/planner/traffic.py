@@ -59,7 +59,6 @@ class HostOperations(NamedTuple):
 
 HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     "pack": HostOperations(rows=2, probs=1, ids=1),
-    "quantize": HostOperations(probs=1, ids=1, block=16),
     "find_lists": HostOperations(ids=9),
     "find_copies": HostOperations(ids=11),
     "duplicate": HostOperations(rows=1, ids=2),
@@ -68,7 +67,6 @@ HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     "allgather": HostOperations(once=1),
     "reduce_parts": HostOperations(rows=5, probs=8, block=4),
     "put": HostOperations(rows=1, probs=1, ids=2),
-    "dequantize": HostOperations(probs=1, ids=2, block=7),
     "count": HostOperations(ids=12),
     "lists": HostOperations(ids=11),
     "permute": HostOperations(rows=1, ids=5),
@@ -113,14 +111,12 @@ INDEX_BYTES = 8
 # As `HOST_OPERATIONS`: a launch for the rows and their lists, and what it writes.
 FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     **HOST_OPERATIONS,
-    "quantize": HostOperations(rows=1, probs=1, ids=1),
     "find_lists": HostOperations(ids=3),
     "find_copies": HostOperations(ids=3),
     "duplicate": HostOperations(rows=1, once=1),
     "to_experts": HostOperations(rows=1, ids=2),
     "reduce": HostOperations(rows=1),
     "reduce_parts": HostOperations(rows=1),
-    "dequantize": HostOperations(rows=1, probs=1, ids=2),
     "count": HostOperations(ids=10),
     "lists": HostOperations(ids=3),
 }
@@ -250,19 +246,6 @@ def _moves(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation])
     return _in_memory(first.stage, "put" if is_put else "copy", 2 * written)
 
 
-def _converts(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
-    """Rows are read in one format and written in the other."""
-    first = series[0]
-    is_put = (
-        first.kind == "dequantize" and programs[0].bound.shapes[first.position].placement == "index"
-    )
-    buffers = programs[0].program.buffers
-    numbers = first.reads[0], first.writes[0]
-    row_bytes = sum(sum(programs[0].message_bytes(buffers[number])) for number in numbers)
-    num_bytes = row_bytes * _rows_at(programs, series, first.position)
-    return _in_memory(first.stage, "put" if is_put else "copy", num_bytes)
-
-
 def _sums(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
     """A sum reads all copies, or parts, and writes one row for them."""
     first = series[0]
@@ -286,7 +269,7 @@ def _exchanges(
     programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]
 ) -> StageTraffic:
     first = series[0]
-    assert first.group is not None and first.resource != "compute", f"{first.kind}: no collective"
+    assert first.group is not None, f"{first.kind}: no collective"
     chunks = [operation.chunk for operation in series]
     message_bytes = programs[0].message_bytes(programs[0].program.buffers[first.writes[0]])
     peers = [peers_of(program.bound.layout, first.group) for program in programs]
@@ -309,7 +292,6 @@ TRAFFIC: Mapping[
     Kind, Callable[[Sequence[BoundProgram], Sequence[ProgramOperation]], StageTraffic]
 ] = {
     "pack": _moves,
-    "quantize": _converts,
     "find_lists": _finds,
     "find_copies": _finds,
     "duplicate": _moves,
@@ -319,7 +301,6 @@ TRAFFIC: Mapping[
     "allgather": _exchanges,
     "reduce_parts": _sums,
     "put": _moves,
-    "dequantize": _converts,
 }
 
 

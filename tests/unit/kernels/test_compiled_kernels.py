@@ -12,18 +12,16 @@ pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheel
 from compiled_kernels import TARGETS, Compiled, Launch, launches, launches_of
 
 from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.chains.wire_format import row_bytes
+from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.quantize import dequantize, quantize
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
 from monta_megatron.exchange.kernels.tiles import WARPS
 from monta_megatron.exchange.kernels.to_experts import to_experts
-from monta_megatron.exchange.payload import Columns, Payload
 
 THREADS = 32 * WARPS
 MOST_REGISTERS = 128
@@ -34,7 +32,7 @@ def message(num_rows: int, dtype: torch.dtype, hidden_size: int, topk: int = TOP
     """Rows with their lists in a packed message."""
     rows = torch.empty(1, hidden_size, dtype=dtype)
     lists = torch.empty(1, topk), torch.empty(1, topk, dtype=torch.int32)
-    payload = Payload.of([rows, *lists], packed=True)
+    payload = MessageFormat.of([rows, *lists], packed=True)
     return payload.columns(payload.allocate(num_rows))
 
 
@@ -83,18 +81,6 @@ def launch_reduce_parts(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
     return launches_of(reduce_parts, before, after, torch.float32, 2, unrounded, 1)
 
 
-def launch_quantize(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
-    into = torch.empty(NUM_ROWS, row_bytes(hidden_size), dtype=torch.uint8)
-    return launches_of(quantize, into, torch.empty(NUM_ROWS, hidden_size, dtype=dtype))
-
-
-def launch_dequantize(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
-    rows = torch.empty(NUM_ROWS, row_bytes(hidden_size), dtype=torch.uint8)
-    index = torch.empty(NUM_ROWS, dtype=torch.int64)
-    into = torch.empty(NUM_ROWS, hidden_size, dtype=dtype)
-    return launches_of(dequantize, into, rows, index)
-
-
 def launch_lists(num_experts: int) -> list[Launch]:
     routing_map = torch.empty(NUM_ROWS, num_experts, dtype=torch.bool)
     probs = torch.empty(NUM_ROWS, num_experts, requires_grad=True)
@@ -128,11 +114,6 @@ ROWS: dict[tuple[Callable[..., list[Launch]], torch.dtype, int], tuple[int, int]
     # In turn the parts, and the one that was not rounded.
     (launch_reduce_parts, BFLOAT16, 4096): (1 + 2, 1),
     (launch_reduce_parts, FLOAT32, 4096): (1, 1),
-    # 16 values of a byte.
-    (launch_quantize, BFLOAT16, 7168): (2, 1),
-    (launch_quantize, FLOAT32, 64): (4, 1),
-    (launch_dequantize, BFLOAT16, 7168): (1, 2),
-    (launch_dequantize, FLOAT32, 4096): (1, 4),
 }
 OTHERS: list[tuple[Callable[..., list[Launch]], object]] = [
     *((launch_find, num_parts) for num_parts in (2, 8, 64, 512)),

@@ -6,7 +6,7 @@ A figure that is off is printed with what was counted: write that into
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from statistics import mean
 from typing import Any
 from unittest import mock
@@ -23,10 +23,10 @@ from launch_counts import LaunchCounter, count_launches
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Kind, Operation, Pass, Policy, RowFormat
 from monta_megatron.exchange import operations
+from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.kernels import operations as fused_operations
 from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 from monta_megatron.exchange.operations import OPERATIONS
-from monta_megatron.exchange.state import State
 from monta_megatron.planner import traffic
 from monta_megatron.planner.traffic import HOST_OPERATIONS, num_host_operations
 
@@ -56,9 +56,8 @@ each_kernels = pytest.mark.parametrize("kernels", TABLES)
 
 
 @cache
-def issued_by(chain: str, kernels: str, quantized: bool = False) -> tuple[tuple[Issued, ...], int]:
+def issued_by(chain: str, kernels: str) -> tuple[tuple[Issued, ...], int]:
     """What every operation of a layer's programs took, and what the whole layer did."""
-    wire_dtype = {"moe_monta_wire_dtype": "fp8"} if quantized else {}
     counters: list[LaunchCounter] = []
     issued: list[Issued] = []
 
@@ -68,11 +67,11 @@ def issued_by(chain: str, kernels: str, quantized: bool = False) -> tuple[tuple[
             counters.append(self)
 
     def counted(do: Callable[..., Any]) -> Callable[..., Any]:
-        def do_counted(state: State, operation: Operation) -> Any:
-            row, program = counters[0]._here, state.bound.program
+        def do_counted(buffers: Buffers, operation: Operation) -> Any:
+            row, program = counters[0]._here, buffers.bound.program
             counters[0]._read_queue()
             before = row.tensor_operations
-            works = do(state, operation)
+            works = do(buffers, operation)
             counters[0]._read_queue()
             number = row.tensor_operations - before
             issued.append((operation.kind, program.pass_, program.row, number))
@@ -86,9 +85,6 @@ def issued_by(chain: str, kernels: str, quantized: bool = False) -> tuple[tuple[
         mock.patch.object(launch_counts, "LaunchCounter", Counter),
         mock.patch.object(launch_counts, "HIDDEN", HIDDEN),
         mock.patch.object(module, table, operations),
-        mock.patch.object(
-            launch_counts, "make_dispatcher", partial(launch_counts.make_dispatcher, **wire_dtype)
-        ),
     ):
         rows = count_launches(chain, EP, 1 if CHAINS[chain].serial else NUM_CHUNKS, kernels)
     return tuple(issued), sum(row.tensor_operations for row in rows.values())
@@ -100,9 +96,8 @@ def test_every_kind_takes_what_the_table_says(kernels: str) -> None:
     for chain, each in CHAINS.items():
         # One chunk has what later ones share.
         if not each.serial:
-            for quantized in (False, True):
-                for kind, pass_, row, number in issued_by(chain, kernels, quantized)[0]:
-                    counted[kind, pass_, row].append(number)
+            for kind, pass_, row, number in issued_by(chain, kernels)[0]:
+                counted[kind, pass_, row].append(number)
     off = {
         f"{kind} in {pass_.name}": f"{table} in the table, {mean(numbers):.1f} counted"
         for (kind, pass_, row), numbers in counted.items()

@@ -117,7 +117,7 @@ def test_a_run_file_is_taken_as_it_is(
 def test_a_run_file_says_what_was_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Racks in part, eight bits and kernels; the script is anything that exists."""
+    """Racks in part, and kernels; the script is anything that exists."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MEGATRON_LM_DIR", str(tmp_path))
     (tmp_path / "pretrain_gpt.py").touch()
@@ -126,7 +126,7 @@ def test_a_run_file_says_what_was_planned(
     for words in (
         ["--cluster", "gb200_nvl72", "--nodes", "2", "--ranks-per-node", "64", "--ep", "128"],
         ["--cluster", "gb200_nvl72", "--nodes", "4", "--ranks-per-node", "2", "--ep", "8"],
-        [*PLAN[3:], *LAYOUT, "--wire-dtype", "fp8", "--kernels", "torch"],
+        [*PLAN[3:], *LAYOUT, "--kernels", "torch"],
     ):
         words = ["plan", "--model", str(model), *words, "--out", "run.yaml", "--force"]
         planned = document(capsys, *words)

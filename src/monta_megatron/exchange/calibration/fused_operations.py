@@ -10,6 +10,7 @@ import torch
 
 from monta_megatron.chains.calibration_tasks import NUM_COPIES, Point
 from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.calibration.memory_operations import (
     Prepare,
     drawn_lists,
@@ -23,12 +24,11 @@ from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.to_experts import to_experts
-from monta_megatron.exchange.payload import Columns, Payload
 
 
 def _copy(point: Point, device: torch.device) -> Callable[[], object]:
     columns, copies = _columns(point.num_rows, device)
-    payload = Payload.of(columns.tensors(), packed=True)
+    payload = MessageFormat.of(columns.tensors(), packed=True)
 
     def copy() -> list[torch.Tensor]:
         messages = payload.allocate(point.num_rows)

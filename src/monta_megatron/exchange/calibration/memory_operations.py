@@ -11,9 +11,9 @@ import torch
 from monta_megatron.chains import calibration_tasks as tasks
 from monta_megatron.chains.calibration_tasks import NUM_COPIES, NUM_EXPERTS, TOPK, Point
 from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.exchange.buffers import MessageFormat
 from monta_megatron.exchange.copies import Copies, Parts, find_copies, put_rows
 from monta_megatron.exchange.counts import CountTable, expert_ids_of
-from monta_megatron.exchange.payload import Payload
 
 # Makes the buffers of an operation in memory; the function that it returns runs it.
 Prepare: TypeAlias = Callable[[Point, torch.device], Callable[[], object]]
@@ -21,7 +21,7 @@ Prepare: TypeAlias = Callable[[Point, torch.device], Callable[[], object]]
 
 def _copy(point: Point, device: torch.device) -> Callable[[], object]:
     columns, index = rows_with_lists(point.num_rows, device)
-    payload = Payload.of(columns, packed=True)
+    payload = MessageFormat.of(columns, packed=True)
 
     def copy() -> list[torch.Tensor]:
         messages = payload.allocate(point.num_rows)

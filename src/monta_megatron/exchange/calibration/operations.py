@@ -27,9 +27,9 @@ from monta_megatron.exchange.calibration.memory_operations import (
 )
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
 from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.state import Exchange
 
 NUM_TOKENS = 128
 # More than the cache of a GPU or of a core holds.

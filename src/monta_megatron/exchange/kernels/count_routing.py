@@ -13,12 +13,15 @@ Grid: [runs], then [B, counts / COLUMNS].
 Notation: T = tokens, E = experts, B = token blocks, O and I = outer parts, and inner ones of each.
 """
 
+import math
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from monta_megatron.exchange.copies import block_size
-from monta_megatron.exchange.kernels.tiles import blocks_of, kernel, launch
+from monta_megatron.exchange.kernels.tiles import Launch, blocks_of, kernel
 
 # Values of a tile: 4 for each thread.
 TILE = 512
@@ -37,9 +40,9 @@ def count_routing(
     inner = max(part_sizes.values(), default=1)
     outer = min(part_sizes.values(), default=1)
     size = block_size(num_tokens, num_blocks)
-    in_outer = inner // outer
-    shape = [triton.next_power_of_2(n) for n in (outer, in_outer, num_experts // inner)]
-    tokens = max(1, TILE // (shape[0] * shape[1] * shape[2]))
+    count, add, tokens = _launches(
+        routing_map.device, num_experts, outer, inner, routing_map.stride(0)
+    )
     tiles = blocks_of(max(RUN, blocks_of(num_tokens, MOST_RUNS)), tokens)
     runs_per_block = blocks_of(size, tiles * tokens)
     num_counts = num_experts + outer + inner + 1
@@ -49,34 +52,8 @@ def count_routing(
     experts, by_outer, by_inner, most = counts.split(
         [num_blocks * num_experts, num_blocks * outer, num_blocks * inner, 1]
     )
-    launch(
-        _count_runs,
-        (len(runs),),
-        routing_map,
-        runs,
-        num_tokens,
-        size,
-        runs_per_block,
-        tiles,
-        routing_map.stride(0),
-        outer,
-        in_outer,
-        num_experts // inner,
-        tokens,
-        *shape,
-    )
-    launch(
-        _add_runs,
-        (num_blocks, blocks_of(num_counts, COLUMNS)),
-        runs,
-        counts,
-        num_blocks,
-        runs_per_block,
-        num_experts,
-        outer,
-        inner,
-        COLUMNS,
-    )
+    count(len(runs), routing_map, runs, num_tokens, size, runs_per_block, tiles)
+    add(num_blocks, runs, counts, num_blocks, runs_per_block)
     by_size = {outer: by_outer, inner: by_inner}
     result = {"experts": experts.view(num_blocks, -1)}
     if with_most:
@@ -84,6 +61,22 @@ def count_routing(
     for name, num_parts in part_sizes.items():
         result[name] = by_size[num_parts].view(num_blocks, -1)
     return result
+
+
+@cache
+def _launches(
+    device: torch.device, num_experts: int, outer: int, inner: int, stride: int
+) -> tuple[Launch, Launch, int]:
+    """Both launches for maps with this stride on this device, and the tokens of a tile."""
+    in_outer, size = inner // outer, num_experts // inner
+    shape = [triton.next_power_of_2(n) for n in (outer, in_outer, size)]
+    tokens = max(1, TILE // math.prod(shape))
+    num_columns = blocks_of(num_experts + outer + inner + 1, COLUMNS)
+    return (
+        Launch(_count_runs, 1, 1, stride, outer, in_outer, size, tokens, *shape),
+        Launch(_add_runs, 1, num_columns, num_experts, outer, inner, COLUMNS),
+        tokens,
+    )
 
 
 @kernel()

@@ -10,23 +10,26 @@ Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
 
 import triton.language as tl
 
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
     LIST,
     MOVED,
+    Launch,
+    Launches,
     blocks_of,
     kernel,
-    launch,
     move_rows,
     stride_of,
     tile_for,
     values_per_unit,
 )
 from monta_megatron.exchange.kernels.to_experts import to_experts
-from monta_megatron.exchange.payload import Columns
 
 
-def duplicate(columns: Columns, copies: Copies, into: Columns) -> None:
+def duplicate(
+    columns: Columns, copies: Copies, into: Columns, launches: Launches | None = None
+) -> None:
     """Copy each row for every part that it goes to: [N, H] -> [M, H], with its lists.
 
     Where both are messages of one layout, the whole messages may be passed as rows.
@@ -36,37 +39,46 @@ def duplicate(columns: Columns, copies: Copies, into: Columns) -> None:
         copies: what is copied.
         into: rows [M, H]; [M, W] lists, or [M] probabilities if every copy is for one expert. A
             column that it lacks is not copied.
+        launches: kept for the next columns of the same shapes.
     """
-    rows, probs, ids = columns.rows, columns.probs, columns.ids
+    launches = {} if launches is None else launches
     if into.probs is not None and into.probs.dim() == 1:
-        to_experts(columns, copies, into)
+        to_experts(columns, copies, into, launches=launches)
         return
-    unit = values_per_unit(rows, into.rows)
-    num_units = rows.shape[1] // unit
-    tile = tile_for(num_units, MOVED)
+    rows = columns.rows
+    probs = None if into.probs is None else columns.probs
+    ids = None if into.ids is None else columns.ids
+    if "duplicate" not in launches:
+        unit = values_per_unit(rows, into.rows)
+        num_units = rows.shape[1] // unit
+        tile = tile_for(num_units, MOVED)
+        launches["duplicate"] = Launch(
+            _duplicate,
+            tile.rows,
+            blocks_of(num_units, tile.units),
+            num_units,
+            0 if probs is None else probs.shape[1],
+            rows.stride(0) // unit,
+            stride_of(probs),
+            stride_of(ids),
+            into.rows.stride(0) // unit,
+            stride_of(into.probs),
+            stride_of(into.ids),
+            unit,
+            tile.rows,
+            tile.units,
+        )
     num_copies = copies.row.shape[0]
-    launch(
-        _duplicate,
-        (blocks_of(num_copies, tile.rows), blocks_of(num_units, tile.units)),
+    launches["duplicate"](
+        num_copies,
         rows,
-        probs if into.probs is not None else None,
-        ids if into.ids is not None else None,
+        probs,
+        ids,
         copies.row,
         into.rows,
         into.probs,
         into.ids,
         num_copies,
-        num_units,
-        0 if probs is None else probs.shape[1],
-        rows.stride(0) // unit,
-        stride_of(probs),
-        stride_of(ids),
-        into.rows.stride(0) // unit,
-        stride_of(into.probs),
-        stride_of(into.ids),
-        unit,
-        tile.rows,
-        tile.units,
     )
 
 

@@ -11,6 +11,7 @@ Grid: [T / tokens of a tile], in both directions.
 Notation: T = tokens, E = experts, W = most experts of any token.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from monta_megatron.exchange.kernels.tiles import LIST, blocks_of, kernel, launch
+from monta_megatron.exchange.kernels.tiles import LIST, Launch, kernel
 
 # Tokens of a tile, and tokens times experts: 8 for each thread.
 MOST_TOKENS, TILE = 32, 1024
@@ -52,22 +53,9 @@ class _ExpertIds(torch.autograd.Function):
         ids = torch.empty(num_tokens, width, dtype=torch.int32, device=probs.device)
         ctx.save_for_backward(routing_map)
         ctx.mark_non_differentiable(ids)
-        all_experts, tokens = _tile(num_experts)
-        launch(
-            _list,
-            (blocks_of(num_tokens, tokens),),
-            routing_map,
-            probs,
-            lists,
-            ids,
-            num_tokens,
-            num_experts,
-            width,
-            routing_map.stride(0),
-            probs.stride(0),
-            tokens,
-            all_experts,
-        )
+        strides = routing_map.stride(0), probs.stride(0)
+        launch = _launch(_list, probs.device, probs.dtype, num_experts, width, *strides)
+        launch(num_tokens, routing_map, probs, lists, ids, num_tokens)
         return lists, ids
 
     @staticmethod
@@ -79,27 +67,20 @@ class _ExpertIds(torch.autograd.Function):
         num_tokens, num_experts = routing_map.shape
         gradient = gradient.contiguous()
         into = gradient.new_empty(num_tokens, num_experts)
-        all_experts, tokens = _tile(num_experts)
-        launch(
-            _unlist,
-            (blocks_of(num_tokens, tokens),),
-            routing_map,
-            gradient,
-            into,
-            num_tokens,
-            num_experts,
-            gradient.shape[1],
-            routing_map.stride(0),
-            tokens,
-            all_experts,
-        )
+        shared = num_experts, gradient.shape[1], routing_map.stride(0)
+        launch = _launch(_unlist, into.device, into.dtype, *shared)
+        launch(num_tokens, routing_map, gradient, into, num_tokens)
         return None, into, None
 
 
-def _tile(num_experts: int) -> tuple[int, int]:
-    """Experts and tokens of a tile, as powers of two."""
+@cache
+def _launch(
+    function: Any, device: torch.device, dtype: torch.dtype, num_experts: int, *shared: int
+) -> Launch:
+    """The launch for these numbers, and for values of this dtype on this device."""
     all_experts = triton.next_power_of_2(num_experts)
-    return all_experts, max(1, min(MOST_TOKENS, TILE // all_experts))
+    tokens = max(1, min(MOST_TOKENS, TILE // all_experts))
+    return Launch(function, tokens, 1, num_experts, *shared, tokens, all_experts)
 
 
 @triton.jit

@@ -24,37 +24,45 @@ import triton.language as tl
 
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.copies import Copies
-from monta_megatron.exchange.kernels.tiles import blocks_of, kernel, launch
+from monta_megatron.exchange.kernels.tiles import Launch, Launches, blocks_of, kernel
 
 MOST_BLOCKS = 128
 # Rows of a tile, and rows times parts: 4 for each thread.
 MOST_ROWS, TILE = 128, 512
 
 
-def find_copies(ids: torch.Tensor, parts: ExpertRange, copies: Copies) -> None:
+def find_copies(
+    ids: torch.Tensor, parts: ExpertRange, copies: Copies, launches: Launches | None = None
+) -> None:
     """Find the copies that rows with these experts need; see `copies.find_copies`.
 
     Args:
         ids: [N, W] int32, ascending experts of each row, padded with a number beyond the last one.
         parts: the ranges of experts to copy for.
         copies: what was found is written there; its sizes are known from the counts.
+        launches: kept for the next ids of the same width and stride.
     """
     num_rows, width = ids.shape
     if num_rows == 0:
         copies.row_starts.zero_()
         return
-    all_parts = triton.next_power_of_2(parts.num_parts)
-    rows = max(1, min(MOST_ROWS, TILE // all_parts))
+    launches = {} if launches is None else launches
+    of_parts = parts.first, parts.size, parts.num_parts
+    if of_parts not in launches:
+        all_parts = triton.next_power_of_2(parts.num_parts)
+        rows = max(1, min(MOST_ROWS, TILE // all_parts))
+        shared = width, ids.stride(0), *of_parts, rows, all_parts
+        launches["count", of_parts] = Launch(_count_parts, 1, 1, *shared)
+        launches[of_parts] = Launch(_find_copies, 1, 1, *shared)
+    count, find = launches["count", of_parts], launches[of_parts]
+    *_, rows, _ = count.shared
     num_tiles = blocks_of(num_rows, rows)
     tiles_per_block = blocks_of(num_tiles, MOST_BLOCKS)
     num_blocks = blocks_of(num_tiles, tiles_per_block)
     counts = torch.empty(num_blocks, parts.num_parts, dtype=torch.int32, device=ids.device)
-    of_rows = (num_rows, width, ids.stride(0), tiles_per_block)
-    of_parts = (parts.first, parts.size, parts.num_parts, rows, all_parts)
-    launch(_count_parts, (num_blocks,), ids, counts, *of_rows, *of_parts)
-    launch(
-        _find_copies,
-        (num_blocks,),
+    count(num_blocks, ids, counts, num_rows, tiles_per_block)
+    find(
+        num_blocks,
         ids,
         counts,
         copies.row,
@@ -63,8 +71,8 @@ def find_copies(ids: torch.Tensor, parts: ExpertRange, copies: Copies) -> None:
         copies.place,
         copies.row.shape[0],
         num_blocks,
-        *of_rows,
-        *of_parts,
+        num_rows,
+        tiles_per_block,
     )
 
 
@@ -73,9 +81,9 @@ def _count_parts(
     ids: tl.tensor,
     counts: tl.tensor,
     num_rows: tl.int32,
+    tiles_per_block: tl.int32,
     width: tl.int32,
     stride: tl.int32,
-    tiles_per_block: tl.int32,
     first: tl.int32,
     size: tl.int32,
     num_parts: tl.int32,
@@ -105,9 +113,9 @@ def _find_copies(
     num_copies: tl.int32,
     num_blocks: tl.int32,
     num_rows: tl.int32,
+    tiles_per_block: tl.int32,
     width: tl.int32,
     stride: tl.int32,
-    tiles_per_block: tl.int32,
     first: tl.int32,
     size: tl.int32,
     num_parts: tl.int32,

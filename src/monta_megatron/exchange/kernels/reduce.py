@@ -16,19 +16,20 @@ Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
 import torch
 import triton.language as tl
 
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
     LIST,
     SUMMED,
+    Launch,
+    Launches,
     blocks_of,
     kernel,
-    launch,
     stride_of,
     sum_type,
     tile_for,
     values_per_unit,
 )
-from monta_megatron.exchange.payload import Columns
 
 
 def reduce(
@@ -39,6 +40,7 @@ def reduce(
     index: torch.Tensor | None = None,
     unrounded: torch.Tensor | None = None,
     first_unrounded: int = 0,
+    launches: Launches | None = None,
 ) -> None:
     """Add up each row's copies: [M, H] -> [N, H], rounded once; its lists likewise.
 
@@ -51,17 +53,34 @@ def reduce(
         index: [M] the row of `columns` in which each copy lies; None if they lie in order.
         unrounded: [any number, H] sums that are kept as they are, in `dtype`, besides.
         first_unrounded: the row whose sum comes first there.
+        launches: kept for the next columns of the same shapes.
     """
-    rows, probs = columns.rows, columns.probs
-    unit = values_per_unit(rows, into.rows, unrounded)
-    num_units = rows.shape[1] // unit
-    units = tile_for(num_units, SUMMED).units
-    end_unrounded = first_unrounded + (0 if unrounded is None else unrounded.shape[0])
-    launch(
-        _reduce,
-        (into.rows.shape[0], blocks_of(num_units, units)),
+    launches = {} if launches is None else launches
+    rows, probs = columns.rows, None if into.probs is None else columns.probs
+    if "reduce" not in launches:
+        unit = values_per_unit(rows, into.rows, unrounded)
+        num_units = rows.shape[1] // unit
+        units = tile_for(num_units, SUMMED).units
+        launches["reduce"] = Launch(
+            _reduce,
+            1,
+            blocks_of(num_units, units),
+            num_units,
+            0 if into.probs is None else into.probs.shape[1],
+            rows.stride(0) // unit,
+            stride_of(probs),
+            into.rows.stride(0) // unit,
+            stride_of(into.probs),
+            stride_of(unrounded) // unit,
+            sum_type(dtype),
+            sum_type(rows.dtype if columns.probs is None else columns.probs.dtype),
+            unit,
+            units,
+        )
+    launches["reduce"](
+        into.rows.shape[0],
         rows,
-        probs if into.probs is not None else None,
+        probs,
         index,
         copies.by_row,
         copies.row_starts,
@@ -69,19 +88,8 @@ def reduce(
         into.rows,
         into.probs,
         unrounded,
-        num_units,
-        0 if into.probs is None else into.probs.shape[1],
         first_unrounded,
-        end_unrounded,
-        rows.stride(0) // unit,
-        stride_of(probs),
-        into.rows.stride(0) // unit,
-        stride_of(into.probs),
-        stride_of(unrounded) // unit,
-        sum_type(dtype),
-        sum_type(rows.dtype if probs is None else probs.dtype),
-        unit,
-        units,
+        first_unrounded + (0 if unrounded is None else unrounded.shape[0]),
     )
 
 
@@ -96,10 +104,10 @@ def _reduce(
     into_rows: tl.tensor,
     into_probs: tl.tensor,
     unrounded: tl.tensor,
-    num_units: tl.int32,
-    width: tl.int32,
     first_unrounded: tl.int32,
     end_unrounded: tl.int32,
+    num_units: tl.int32,
+    width: tl.int32,
     stride: tl.int32,
     probs_stride: tl.int32,
     into_stride: tl.int32,

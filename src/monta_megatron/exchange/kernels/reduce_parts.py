@@ -15,16 +15,17 @@ Notation: N = rows, P = parts of each, H = hidden size, W = most experts of any 
 import torch
 import triton.language as tl
 
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.kernels.tiles import (
     LIST,
+    Launch,
+    Launches,
     blocks_of,
     kernel,
-    launch,
     stride_of,
     sum_type,
     values_per_unit,
 )
-from monta_megatron.exchange.payload import Columns
 
 # Of a tile: one for each thread, which keeps two sums of it.
 UNITS = 128
@@ -37,6 +38,7 @@ def reduce_parts(
     parts_per_sum: int,
     unrounded: torch.Tensor | None = None,
     rank: int = 0,
+    launches: Launches | None = None,
 ) -> None:
     """Add the P parts of each row in `dtype`, in order, and round once: [P * N, H] -> [N, H].
 
@@ -47,36 +49,36 @@ def reduce_parts(
         parts_per_sum: see `chains.one_chunk.parts_per_sum`.
         unrounded: [N, H] this rank's part before it was rounded, in `dtype`; None if it was not.
         rank: the position of that part.
+        launches: kept for the next columns of the same shapes.
     """
+    launches = {} if launches is None else launches
     rows, probs = columns.rows, columns.probs
-    unit = values_per_unit(rows, into.rows, unrounded)
-    num_units = rows.shape[1] // unit
     num_rows = into.rows.shape[0]
-    width = 0 if probs is None else 1 if probs.dim() == 1 else probs.shape[1]
-    launch(
-        _reduce_parts,
-        (num_rows, blocks_of(num_units, UNITS)),
-        rows,
-        probs,
-        into.rows,
-        into.probs,
-        unrounded,
-        num_rows,
-        num_units,
-        width,
-        rows.shape[0] // max(num_rows, 1),
-        parts_per_sum,
-        rank,
-        rows.stride(0) // unit,
-        stride_of(probs),
-        into.rows.stride(0) // unit,
-        stride_of(into.probs),
-        stride_of(unrounded) // unit,
-        sum_type(dtype),
-        sum_type(rows.dtype if probs is None else probs.dtype),
-        unit,
-        UNITS,
-    )
+    if num_rows == 0:
+        return
+    if rank not in launches:
+        unit = values_per_unit(rows, into.rows, unrounded)
+        num_units = rows.shape[1] // unit
+        launches[rank] = Launch(
+            _reduce_parts,
+            1,
+            blocks_of(num_units, UNITS),
+            num_units,
+            0 if probs is None else 1 if probs.dim() == 1 else probs.shape[1],
+            rows.shape[0] // num_rows,
+            parts_per_sum,
+            rank,
+            rows.stride(0) // unit,
+            stride_of(probs),
+            into.rows.stride(0) // unit,
+            stride_of(into.probs),
+            stride_of(unrounded) // unit,
+            sum_type(dtype),
+            sum_type(rows.dtype if probs is None else probs.dtype),
+            unit,
+            UNITS,
+        )
+    launches[rank](num_rows, rows, probs, into.rows, into.probs, unrounded, num_rows)
 
 
 @kernel("rows", "into_rows", "unrounded")

@@ -8,8 +8,7 @@ the compiler knows of that multiple without a variant for each size.
 import inspect
 from collections.abc import Callable, Hashable
 from functools import cache
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -17,9 +16,6 @@ import triton.language as tl
 
 UNIT_BYTES = 16
 WARPS = 4
-# Of each kernel: positions of its tensors, of those that are rows, and of its constants, by which
-# its variants are told apart; and the variants that were launched.
-_VARIANTS: dict[int, tuple[list[int], list[int], Callable[..., Any], dict[Hashable, Any]]] = {}
 # Earlier releases launch a variant with other arguments than its kernel.
 LAUNCHES_VARIANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
 # Values of an expert list that are worked on at a time.
@@ -57,47 +53,53 @@ def kernel(*rows: str) -> Callable[[Callable[..., None]], Any]:
         parameters = inspect.signature(function).parameters.items()
         by_type = {
             kind: [name for name, parameter in parameters if parameter.annotation is kind]
-            for kind in (tl.int32, tl.tensor, tl.constexpr)
+            for kind in (tl.int32, tl.tensor)
         }
-        made = triton.jit(
+        return triton.jit(
             function,
             do_not_specialize=by_type[tl.int32],
             do_not_specialize_on_alignment=[x for x in by_type[tl.tensor] if x not in rows],
         )
-        names = list(inspect.signature(function).parameters)
-        _VARIANTS[id(made)] = (
-            [names.index(name) for name in by_type[tl.tensor]],
-            [names.index(name) for name in rows],
-            itemgetter(*[names.index(name) for name in by_type[tl.constexpr]]),
-            {},
-        )
-        return made
 
     return decorate
 
 
-def launch(function: Any, grid: tuple[int, ...], *args: Any) -> None:
-    """Run a kernel on a grid of programs, if there are any. No product is fused into a sum.
+class Launch:
+    """Launches a kernel again and again for other rows. No product is fused into a sum.
 
-    Triton binds the arguments once for a variant; that takes it most of a launch.
+    Triton binds the arguments of the first launch and looks its variant up, which takes the host
+    ten times as long as the rest. Those that follow have tensors of the same dtypes, alignment and
+    strides.
+
+    Args:
+        kernel: what is launched.
+        num_rows: rows that a program works on.
+        num_blocks: programs for each of these, as the second axis of the grid.
+        shared: the last arguments, which are the same in every launch.
     """
-    if 0 in grid:
-        return
-    tensors, rows, constants, variants = _VARIANTS[id(function)]
-    key = (
-        args[0].device,
-        *[None if (tensor := args[at]) is None else tensor.dtype for at in tensors],
-        *[None if (tensor := args[at]) is None else tensor.data_ptr() % UNIT_BYTES for at in rows],
-        constants(args),
-    )
-    variant = variants.get(key)
-    if variant is not None:
-        variant[(*grid, 1, 1)](*args)
-        return
-    variant = function[grid](*args, num_warps=WARPS, enable_fp_fusion=False)
-    # The interpreter returns none.
-    if variant is not None and LAUNCHES_VARIANTS:
-        variants[key] = variant
+
+    def __init__(self, kernel: Any, num_rows: int, num_blocks: int, *shared: Any) -> None:
+        self.kernel = kernel
+        self.shared = shared
+        self._num_rows, self._num_blocks = num_rows, num_blocks
+        self._variant: Any = None
+
+    def __call__(self, num_rows: int, *args: Any) -> None:
+        """Launch for so many rows, with the first arguments; nothing where there are none."""
+        grid = -(-num_rows // self._num_rows), self._num_blocks, 1
+        if 0 in grid:
+            return
+        if self._variant is not None:
+            self._variant[grid](*args, *self.shared)
+            return
+        variant = self.kernel[grid](*args, *self.shared, num_warps=WARPS, enable_fp_fusion=False)
+        # The interpreter returns none.
+        if LAUNCHES_VARIANTS:
+            self._variant = variant
+
+
+# Of one operation; by what its kernels are told besides the columns.
+Launches: TypeAlias = dict[Hashable, Launch]
 
 
 def blocks_of(number: int, size: int) -> int:

@@ -14,22 +14,27 @@ Notation: N = rows, M = copies, H = hidden size, W = most experts of any row, R 
 import torch
 import triton.language as tl
 
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
     MOVED,
+    Launch,
+    Launches,
     blocks_of,
     kernel,
-    launch,
     move_rows,
     stride_of,
     tile_for,
     values_per_unit,
 )
-from monta_megatron.exchange.payload import Columns
 
 
 def to_experts(
-    columns: Columns, copies: Copies, into: Columns, places: torch.Tensor | None = None
+    columns: Columns,
+    copies: Copies,
+    into: Columns,
+    places: torch.Tensor | None = None,
+    launches: Launches | None = None,
 ) -> None:
     """Copy each row for every expert that it goes to, and put it where that expert takes it.
 
@@ -38,31 +43,38 @@ def to_experts(
         copies: what is copied, each for one expert.
         into: rows [R, H]; probabilities [R] or none.
         places: [M] where each copy belongs in `into`; None if they lie there in their order.
+        launches: kept for the next columns of the same shapes.
     """
-    rows, probs = columns.rows, columns.probs
-    unit = values_per_unit(rows, into.rows)
-    num_units = rows.shape[1] // unit
-    tile = tile_for(num_units, MOVED)
+    launches = {} if launches is None else launches
+    rows, probs = columns.rows, None if into.probs is None else columns.probs
+    if "to experts" not in launches:
+        unit = values_per_unit(rows, into.rows)
+        num_units = rows.shape[1] // unit
+        tile = tile_for(num_units, MOVED)
+        launches["to experts"] = Launch(
+            _to_experts,
+            tile.rows,
+            blocks_of(num_units, tile.units),
+            num_units,
+            rows.stride(0) // unit,
+            stride_of(probs),
+            into.rows.stride(0) // unit,
+            stride_of(into.probs),
+            unit,
+            tile.rows,
+            tile.units,
+        )
     num_copies = copies.row.shape[0]
-    launch(
-        _to_experts,
-        (blocks_of(num_copies, tile.rows), blocks_of(num_units, tile.units)),
+    launches["to experts"](
+        num_copies,
         rows,
-        probs if into.probs is not None else None,
+        probs,
         copies.row,
         copies.place,
         places,
         into.rows,
         into.probs,
         num_copies,
-        num_units,
-        rows.stride(0) // unit,
-        stride_of(probs),
-        into.rows.stride(0) // unit,
-        stride_of(into.probs),
-        unit,
-        tile.rows,
-        tile.units,
     )
 
 

@@ -223,7 +223,6 @@ def build_dispatcher(
         ranks_per_node=settings.ranks_per_node,
         cluster=cluster,
         tune_steps=settings.tune_steps if chain == AUTO and not options else 0,
-        wire_dtype=settings.wire_dtype,
         # The benchmark compares more, see `measure`.
         check=0,
         **options,

@@ -26,7 +26,6 @@ PHASES: "tuple[Phase, ...]" = ("forward", "forward_backward")
 STOCK = ("alltoall", "allgather")
 ALL_CHAINS = "all"
 TRANSPORTS = ("nccl", "gloo")
-WIRE_DTYPES = ("fp8",)
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,6 @@ POINT_FLAGS = {
     "tp": Flag("N", "tensor parallel size", whole(1), "1"),
     "ep": Flag("N", "expert parallel size (default: all ranks over --etp)", whole(1)),
     "etp": Flag("N", "expert tensor parallel size (default: --tp)", whole(1)),
-    "wire-dtype": Flag(
-        "NAME",
-        "fp8: tokens of our chains travel to their experts in eight bits, as with "
-        "--moe-monta-wire-dtype (default: in --dtype)",
-        name_of(lambda: WIRE_DTYPES),
-    ),
     "routing": Flag("NAME", ", ".join(ROUTINGS), name_of(lambda: ROUTINGS), "uniform"),
     "chains": Flag(
         "LIST",

@@ -8,17 +8,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from monta_megatron.chains import CHAINS, wire_format
+from monta_megatron.chains import CHAINS
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import gather_objects
-from monta_megatron.exchange.sums import dequantize, quantize
 from monta_megatron.tools.bench.candidates import Batch, Candidate, Passed, run_candidate
 from monta_megatron.tools.bench.layer import Experts
 from monta_megatron.tools.joined_ranks import wait_for_all
@@ -63,42 +62,23 @@ class Expected:
     gradient: Reference
 
 
-def check_candidates(
-    candidates: list[Candidate], layout: Layout, wire_dtype: str | None
-) -> list[str]:
-    """One line for each difference of a candidate on any rank; the same list on every rank.
-
-    Args:
-        candidates: stock's and ours.
-        layout: the exchange, as this rank sees it.
-        wire_dtype: "fp8" where ours send tokens in eight bits: they then have to give what stock
-            gives for the tokens as they arrive, and these have to be close to the tokens.
-    """
+def check_candidates(candidates: list[Candidate], layout: Layout) -> list[str]:
+    """One line for each difference of a candidate on any rank; the same list on every rank."""
     experts = weighted_experts(layout)
     baseline = next(candidate for candidate in candidates if candidate.is_baseline)
-    lines: list[str] = []
-    expected = ours = _expected(baseline, experts, layout)
-    if wire_dtype is not None:
-        arrived = in_eight_bits(baseline.batch.hidden)
-        lines += rounding_differences(arrived, baseline.batch.hidden)
-        batch = replace(baseline.batch, hidden=arrived)
-        ours = _expected(replace(baseline, batch=batch), experts, layout)
-    for candidate in candidates:
-        if candidate is not baseline:
-            of_kind = ours if candidate.kind == "monta" else expected
-            lines += [
-                f"{candidate.name}: {line}"
-                for line in _differences(candidate, of_kind, experts, layout)
-            ]
-    return _of_all_ranks(lines)
-
-
-def _expected(baseline: Candidate, experts: Experts, layout: Layout) -> Expected:
     batch = baseline.batch
-    return Expected(
+    expected = Expected(
         passed=run_candidate(baseline, experts, backward=True),
         output=reference_sum(batch.hidden, batch, layout),
         gradient=reference_sum(batch.output_gradient, batch, layout),
+    )
+    return _of_all_ranks(
+        [
+            f"{candidate.name}: {line}"
+            for candidate in candidates
+            if candidate is not baseline
+            for line in _differences(candidate, expected, experts, layout)
+        ]
     )
 
 
@@ -119,38 +99,6 @@ def _differences(
         else:
             differences += _rounded(name, mine, theirs, reference, candidate, layout)
     return differences
-
-
-def in_eight_bits(hidden: torch.Tensor) -> torch.Tensor:
-    """[T, 1, H] as it arrives where it travels in eight bits."""
-    rows = hidden.flatten(0, 1)  # [T, H]
-    sent = rows.new_empty(len(rows), wire_format.row_bytes(rows.shape[1]), dtype=torch.uint8)
-    arrived = torch.empty_like(rows)
-    quantize(sent, rows)
-    dequantize(arrived, sent)
-    return arrived.view_as(hidden)
-
-
-def rounding_differences(arrived: torch.Tensor, hidden: torch.Tensor) -> list[str]:
-    """A line if a value is further off than e4m3 with a scale for its group rounds it.
-
-    That is half a step of a value with 3 bits behind the first, 2^-4 of it, or of the least value,
-    2^-10 of the scale, which is at most the largest of the group over 224; see `wire_format`.
-
-    Args:
-        arrived: [T, 1, H] as they arrive, after one more rounding to their dtype.
-        hidden: [T, 1, H].
-    """
-    size = hidden.double().abs()
-    groups = torch.nn.functional.pad(size, (0, -size.shape[-1] % wire_format.GROUP_SIZE))
-    largest = groups.unflatten(-1, (-1, wire_format.GROUP_SIZE)).amax(dim=-1)
-    scale = largest.repeat_interleave(wire_format.GROUP_SIZE, dim=-1)[..., : size.shape[-1]] / 224
-    bound = torch.maximum(size * 2.0**-4, scale * 2.0**-10) * (1 + torch.finfo(hidden.dtype).eps)
-    # A NaN compares as a difference.
-    is_close = (arrived.double() - hidden.double()).abs() <= bound
-    if is_close.all():
-        return []
-    return [f"{int((~is_close).sum())} values in eight bits are off by more than their rounding"]
 
 
 def weighted_experts(layout: Layout) -> Experts:

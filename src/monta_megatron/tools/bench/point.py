@@ -159,7 +159,6 @@ class Bench:
                     experts=settings.num_experts,
                     hidden=settings.hidden,
                     dtype=settings.dtype,
-                    wire_dtype=settings.wire_dtype,
                     tp=settings.tp,
                     ep=settings.ep,
                     etp=settings.etp,
@@ -185,7 +184,7 @@ class Bench:
 
     def check(self, candidates: list[Candidate]) -> None:
         """Compare candidates with stock's; raises MismatchError."""
-        wrong = check_candidates(candidates, self.layout, self.task.settings.wire_dtype)
+        wrong = check_candidates(candidates, self.layout)
         if wrong:
             raise MismatchError("\n".join(wrong))
 

@@ -67,8 +67,7 @@ class Row:
         requested: the chain as asked for: "auto" where the planner chose.
         scope: "exchange", or "layer" with the experts computed.
         phase: "forward" (dispatch and combine) or "forward_backward".
-        tokens, top_k, routing, experts, hidden, dtype, wire_dtype, tp, ep, etp: what was measured;
-            `wire_dtype` is that of our chains' tokens, None where they travel in `dtype`.
+        tokens, top_k, routing, experts, hidden, dtype, tp, ep, etp: what was measured.
         inter_mbit: rate that the emulated interfaces were set to, or None.
         median_ms, p10_ms, p90_ms: median and percentiles of the slowest rank's times.
         inter_bytes, intra_bytes: payload that changes node, or rank inside a node, summed over
@@ -98,7 +97,6 @@ class Row:
     experts: int
     hidden: int
     dtype: str
-    wire_dtype: str | None
     tp: int
     ep: int
     etp: int
@@ -182,10 +180,7 @@ def report_text(report: dict[str, Any]) -> str:
     """Tables of a report."""
     rows = [Row(**row) for row in report["rows"]]
     left_out = (f"left out: {name}: {why}" for name, why in report["meta"]["skipped"].items())
-    layer = report["meta"]["layer"]
-    data = f"routing: {layer['routing']}"
-    if layer["wire_dtype"] is not None:
-        data += f"; tokens of our chains travel to their experts in {layer['wire_dtype']}"
+    data = f"routing: {report['meta']['layer']['routing']}"
     blocks = [table(rows), data, "\n".join(left_out), prediction_table(rows)]
     return "\n\n".join(filter(None, blocks))
 
@@ -229,7 +224,6 @@ def describe(
             "ffn_hidden": settings.ffn_hidden,
             "tokens": settings.tokens,
             "dtype": settings.dtype,
-            "wire_dtype": settings.wire_dtype,
             "routing": settings.routing,
         },
         # The rate that was set, and the measured rates of network and node.

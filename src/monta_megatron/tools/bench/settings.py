@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from monta_megatron.chains import CHAINS, wire_format
+from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.integration.options import AUTO
@@ -44,7 +44,6 @@ class Settings(LayerShape):
     Attributes:
         tokens: tokens of each rank.
         routing: one of `common.flags.ROUTINGS`.
-        wire_dtype: "fp8" where tokens of our chains travel to their experts in eight bits, or None.
         chains: names of our chains, and "auto" for what the planner chooses.
         skip_incompatible: a chain that cannot run on this layout is left out and reported, instead
             of being an error; true where the chains were not asked for by name.
@@ -67,7 +66,6 @@ class Settings(LayerShape):
 
     tokens: int
     routing: str
-    wire_dtype: str | None
     chains: tuple[str, ...]
     skip_incompatible: bool
     num_chunks: tuple[int, ...]
@@ -104,9 +102,7 @@ class Settings(LayerShape):
 
     def crossing_bytes(self, backward: bool) -> int:
         """Bytes with which a row that crosses does so: dispatch, combine, and their backward."""
-        row_bytes = self.hidden * DTYPE_BYTES[self.dtype]
-        dispatched = row_bytes if self.wire_dtype is None else wire_format.row_bytes(self.hidden)
-        return dispatched + (3 if backward else 1) * row_bytes
+        return (4 if backward else 2) * self.hidden * DTYPE_BYTES[self.dtype]
 
 
 class Point(NamedTuple):

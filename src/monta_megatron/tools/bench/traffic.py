@@ -204,5 +204,4 @@ def shape_of(settings: Settings, layout: Layout) -> Shape:
         prob_bytes=PROBS_BYTES,
         routing=routing_of(settings, layout),
         tokens_per_rank=settings.tokens,
-        quantized=settings.wire_dtype is not None,
     )

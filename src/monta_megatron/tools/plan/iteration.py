@@ -108,8 +108,8 @@ def iteration_share(
         or iteration.num_micro_batches is None
     ):
         raise ValueError(
-            "--iteration-ms: given, must be with --global-batch-size and without --tokens 0 and "
-            "--wire-dtype: the exchanges of an iteration are not known"
+            "--iteration-ms: given, must be with --global-batch-size and without --tokens 0: "
+            "the exchanges of an iteration are not known"
         )
     times = iteration.num_moe_layers * iteration.num_micro_batches / 1e3
     chain = plan.chain if ran == "auto" else ran

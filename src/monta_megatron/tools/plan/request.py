@@ -71,7 +71,6 @@ class PlanSettings:
         inter_rate_ratio: rate of the network over the cluster file's; None for 1.
         ranks_per_node: that a job uses of each node, or host; None for the cluster's.
         kernels: what copies and sums rows; "auto" is "fused" where the ranks are GPUs.
-        wire_dtype: "fp8" where tokens travel to their experts in eight bits, else None.
     """
 
     tokens: NonNegativeInt | None = None
@@ -82,7 +81,6 @@ class PlanSettings:
     inter_rate_ratio: PositiveFloat | None = None
     ranks_per_node: PositiveInt | None = None
     kernels: KernelChoice = "auto"
-    wire_dtype: Literal["fp8"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,10 +275,7 @@ def _shapes(
     tokens = layout.tokens_per_rank(model) if request.tokens is None else request.tokens
     places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
     routings = [_routing(request.routing, model, place) for place in places]
-    shapes = shapes_of(model, layout, cluster.ranks_per_node, tokens, routings)
-    if request.wire_dtype is not None:
-        return [replace(shape, quantized=True) for shape in shapes]
-    return shapes
+    return shapes_of(model, layout, cluster.ranks_per_node, tokens, routings)
 
 
 def _layout(request: PlanRequest, cluster: Cluster, sizes: dict[str, int]) -> ParallelLayout:
@@ -339,7 +334,7 @@ def benefit_of_plan(request: PlanRequest, inputs: PlanInputs, plan: Plan) -> Ben
     """
     num_micro_batches = _num_micro_batches(request, inputs)
     iteration = iteration_of(inputs.model, inputs.layout.pp, num_micro_batches)
-    if plan.benefit is None or request.wire_dtype is not None:
+    if plan.benefit is None:
         return None
     return replace(plan.benefit, iteration=iteration)
 

@@ -69,7 +69,6 @@ def write_run(path: Path, request: PlanRequest, inputs: PlanInputs, plan: Plan) 
     exchange: dict[str, Any] = {
         "moe-monta-chain": plan.chain,
         "moe-monta-num-chunks": plan.num_chunks,
-        **({} if request.wire_dtype is None else {"moe-monta-wire-dtype": request.wire_dtype}),
         **({} if request.kernels == "auto" else {"moe-monta-kernels": request.kernels}),
         **_ranks_per_node(request.cluster, on_host, cluster.ranks_per_node),
         **EXCHANGE,

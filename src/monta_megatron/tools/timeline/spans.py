@@ -99,10 +99,7 @@ def overlaps(timeline: Timeline) -> list[Overlap]:
     """Pass by pass, then all of them together."""
     spans = [span for track in timeline.tracks for span in track.spans]
     names = dict.fromkeys(span.pass_name for span in spans)
-    computes = any(span.resource == "compute" for span in spans)
-    shown = {
-        name: at for at, name in enumerate(RESOURCES_AND_HOST) if name != "compute" or computes
-    }
+    shown = {name: at for at, name in enumerate(RESOURCES_AND_HOST)}
     times = {name: _times_of(timeline, name) for name in names}
     total_us, busy_us, hidden_us = zip(*times.values(), strict=True)
     times["all"] = sum(total_us), np.sum(busy_us, axis=0), np.sum(hidden_us, axis=0)

@@ -1,0 +1,366 @@
+"""Operations of every stage of a pass, for one chunk that stands for all.
+
+    stage        forward                              transposed
+    Permute      pack first, put last                 likewise, from the other end
+    Duplicate    find copies (dispatch), duplicate    reduce
+    AllToAll     alltoall                             alltoall
+    AllGather    allgather                            alltoall of parts, reduce_parts
+
+A stage that moves nothing has no operation: a group of one rank, rows that lie in order. Fused
+kernels write the input of the last stage straight to its place and need no `put`; where they copy
+rows per expert, the operation is `to_experts`.
+
+Notation: N = number of stages. `at` counts stages in the order of the pass, 0 to N - 1.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from monta_megatron.chains.chain import ChainShape
+from monta_megatron.chains.program import (
+    ID_BYTES,
+    SUM_COLUMNS,
+    Buffer,
+    Column,
+    Kind,
+    Operation,
+    Pass,
+    Release,
+    Resource,
+    RowFormat,
+)
+from monta_megatron.chains.stages import AllGather, AllToAll, Duplicate, Permute, StageShape
+from monta_megatron.core import GroupName
+
+
+def operations_of_chunk(
+    shape: ChainShape, offsets: Sequence[int], pass_: Pass, row: RowFormat, is_fused: bool
+) -> "ChunkBuilder":
+    """Operations and buffers of one chunk, by the table above.
+
+    Args:
+        shape: of the bound chain.
+        offsets: [N] steps by which each stage trails the first one.
+        pass_: the pass.
+        row: the sizes of a row's values.
+        is_fused: kernels put rows in place, and sum them without memory of their own.
+    """
+    chunk = ChunkBuilder(shape, offsets, pass_, row, is_fused)
+    for at, stage in enumerate(chunk.stages):
+        if not chunk.is_idle(at):
+            OPERATIONS[type(stage.stage), pass_.transpose](chunk, at)
+    return chunk
+
+
+class ChunkBuilder:
+    """Operations and buffers of one chunk under construction.
+
+    Attributes:
+        stages: [N] shapes of the stages in the order of the pass.
+        pass_: the pass.
+        row: the sizes of a row's values.
+        etp: expert tensor parallel size.
+        is_rounded: sums are wider than rows, so they are rounded for the wire.
+        is_fused: see `operations_of_chunk`.
+        operations: `series` is the index here; `reads` and `writes` are indices into `buffers`.
+            Fields that depend on the chunk, or on other operations, are left open.
+        buffers: the input comes first. `chunk` is None where a buffer holds the rows of all chunks;
+            `slot` is the index here of the buffer whose memory is used.
+        current: buffer of the rows that the next operation reads; at the end the output.
+        output: buffer of the output, once an operation puts rows in place.
+        unrounded: buffer of this rank's part of a sum over ranks, before it is rounded; or none.
+    """
+
+    def __init__(
+        self,
+        shape: ChainShape,
+        offsets: Sequence[int],
+        pass_: Pass,
+        row: RowFormat,
+        is_fused: bool,
+    ) -> None:
+        self.stages = shape.stages[::-1] if pass_.transpose else shape.stages
+        self.pass_, self.row, self.etp = pass_, row, shape.etp
+        self.is_rounded = row.sum_bytes > row.value_bytes
+        self.is_fused = is_fused
+        self._offsets = offsets
+        self._crossing_groups = shape.crossing_groups
+        # The last boundary at which a row is a token with all of its experts.
+        per_expert = [at for at, stage in enumerate(shape.stages) if _is_per_expert(stage)]
+        self._last_token_boundary = max(per_expert, default=-1)
+        self.operations: list[Operation] = []
+        self.buffers: list[Buffer] = []
+        self.output: int | None = None
+        self.unrounded: list[int] = []
+        self.current = self._add_whole("input", self.boundary(0))
+
+    def is_idle(self, at: int) -> bool:
+        """Whether a stage is a collective of one rank."""
+        shape = self.stages[at]
+        return isinstance(shape.stage, AllToAll | AllGather) and shape.group_size == 1
+
+    def boundary(self, at: int) -> int:
+        """Boundary before a stage of the pass: the number of the chain's stages to its left."""
+        return len(self.stages) - at if self.pass_.transpose else at
+
+    def columns(self, boundary: int) -> tuple[Column, ...]:
+        """Columns of a row: a token has values for all of its experts, a copy for one."""
+        is_token = boundary <= self._last_token_boundary
+        columns = [Column("rows", self.row.hidden_size, self.row.value_bytes)]
+        if self.pass_.probs:
+            columns.append(Column("probs", None if is_token else 1, self.row.prob_bytes))
+        if self.pass_.ids and is_token:
+            columns.append(Column("ids", None, ID_BYTES))
+        return tuple(columns)
+
+    def columns_share_message(self, at: int) -> bool:
+        """Whether the columns of a row that stage `at` writes are packed into one message.
+
+        One message instead of three saves latency, and costs a copy into it and one out of it. So
+        columns are packed where both copies happen anyway: a stage copies rows before a collective,
+        and the last stage puts them in place. Elsewhere each column is sent as it lies.
+        """
+        is_sent = isinstance(self.stages[at + 1].stage, AllToAll | AllGather)
+        is_put = self.stages[-1].placement != "none"
+        return is_sent and is_put and len(self.columns(self.boundary(at + 1))) > 1
+
+    def is_put_at_once(self, reader: int) -> bool:
+        """Whether a fused kernel writes what stage `reader` reads straight to the output."""
+        placements = ("slice",) if self.pass_.transpose else ("slice", "index")
+        is_last = reader == len(self.stages) - 1
+        return self.is_fused and is_last and self.stages[reader].placement in placements
+
+    def add_buffer(
+        self,
+        name: str,
+        boundary: int,
+        columns: tuple[Column, ...] | None = None,
+        packed: bool = False,
+        copies: int = 1,
+        release: Release = Release.JOIN,
+        chunk: int | None = 0,
+        slot: int | None = None,
+    ) -> int:
+        """Add a buffer; its columns are those of the boundary if none are given."""
+        number = len(self.buffers)
+        buffer = Buffer(
+            number=number,
+            name=name,
+            chunk=chunk,
+            boundary=boundary,
+            copies=copies,
+            columns=self.columns(boundary) if columns is None else columns,
+            packed=packed,
+            release=release,
+            slot=number if slot is None else slot,
+            last_read=-1,
+            series=number,
+        )
+        self.buffers.append(buffer)
+        return number
+
+    def _add_whole(self, name: str, boundary: int) -> int:
+        """The rows of all chunks, which belong to the caller."""
+        return self.add_buffer(name, boundary, release=Release.CALLER, chunk=None)
+
+    def add_output(self) -> int:
+        """The output of the pass, in which every chunk puts its rows."""
+        self.output = self._add_whole("output", self.boundary(len(self.stages)))
+        return self.output
+
+    def add_message(self, at: int) -> int:
+        """Rows that a stage copies or sums: a message for the next stage, or the output."""
+        if self.is_put_at_once(at + 1):
+            return self.add_output()
+        name, packed = self.stages[at].stage.name, self.columns_share_message(at)
+        return self.add_buffer(name, self.boundary(at + 1), packed=packed)
+
+    def add_summed(
+        self, at: int, boundary: int, value_bytes: int, copies: int = 1, slot: int | None = None
+    ) -> int:
+        """Columns that are summed at a time: all, or a block where they have to be converted."""
+        width = self.row.hidden_size
+        if self.is_rounded:
+            width = min(width, SUM_COLUMNS)
+        return self.add_buffer(
+            f"{self.stages[at].stage.name}, summed",
+            boundary,
+            (Column("rows", width, value_bytes),),
+            copies=copies,
+            release=Release.LAST_READ,
+            slot=slot,
+        )
+
+    def add_scratch(
+        self, at: int, of_terms: int, num_terms: int, of_sums: int, num_sums: int = 1
+    ) -> list[int]:
+        """Scratch memory of a sum: its terms, if they are converted, and the sums.
+
+        Args:
+            at: the stage.
+            of_terms: boundary of the rows that are summed.
+            num_terms: how many times they are held.
+            of_sums: boundary of the sums.
+            num_sums: how many times they are held.
+        """
+        if self.is_fused:
+            return []
+        sums = self.add_summed(at, of_sums, self.row.sum_bytes, num_sums)
+        if not self.is_rounded:
+            return [sums]
+        return [self.add_summed(at, of_terms, self.row.sum_bytes, num_terms), sums]
+
+    def add_operation(
+        self,
+        kind: Kind,
+        at: int,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        stage: str | None = None,
+        resource: Resource = "memory",
+        group: GroupName | None = None,
+        parts_per_sum: int = 0,
+    ) -> None:
+        """Add an operation of a stage; the next one reads the first buffer that it writes."""
+        operation = Operation(
+            number=-1,
+            kind=kind,
+            stage=self.stages[at].stage.name if stage is None else stage,
+            position=len(self.stages) - 1 - at if self.pass_.transpose else at,
+            chunk=0,
+            series=len(self.operations),
+            reads=tuple(reads),
+            writes=tuple(writes),
+            resource=resource,
+            group=group,
+            stream=self._offsets[at],
+            waits=(),
+            after=(),
+            launch_after=(),
+            host="enqueues",
+            parts_per_sum=parts_per_sum,
+        )
+        self.operations.append(operation)
+        self.current = writes[0]
+
+    def add_collective(self, kind: Kind, at: int, copies: int = 1) -> None:
+        """Add a collective, whose messages arrive as they were sent."""
+        stage, sent = self.stages[at].stage, self.buffers[self.current]
+        assert isinstance(stage, AllToAll | AllGather), f"{stage.name} is no collective"
+        arrived = self.add_buffer(
+            stage.name, self.boundary(at + 1), sent.columns, sent.packed, copies
+        )
+        resource: Resource = "inter" if stage.group in self._crossing_groups else "intra"
+        self.add_operation(
+            kind, at, [self.current], [arrived], resource=resource, group=stage.group
+        )
+
+
+def permute(chunk: ChunkBuilder, at: int) -> None:
+    """Pack a chunk's rows out of the whole tensor first; put them in place last."""
+    placement = chunk.stages[at].placement
+    if at == 0:
+        # A sum reads each row once, so it reads it in place.
+        if placement == "index" and not isinstance(chunk.stages[1].stage, Duplicate):
+            chunk.add_operation("pack", at, [chunk.current], [chunk.add_message(at)])
+    elif placement == "none":
+        received = chunk.buffers[chunk.current]
+        chunk.buffers[chunk.current] = received._replace(release=Release.CALLER)
+    elif chunk.current != chunk.output:
+        chunk.add_operation("put", at, [chunk.current], [chunk.add_output()])
+
+
+def duplicate(chunk: ChunkBuilder, at: int) -> None:
+    """Copy rows by lists of copies, which dispatch finds for all passes."""
+    shape, rows = chunk.stages[at], chunk.current
+    reads = [rows]
+    if chunk.pass_.ids:
+        lists = chunk.add_buffer(
+            shape.stage.name, chunk.boundary(at), columns=(), release=Release.EXCHANGE
+        )
+        kind: Kind = "find_copies" if _is_per_expert(shape) else "find_lists"
+        chunk.add_operation(kind, at, [rows], [lists])
+        reads.append(lists)
+    kind = "to_experts" if chunk.is_put_at_once(at + 1) else "duplicate"
+    chunk.add_operation(kind, at, reads, [chunk.add_message(at)])
+
+
+def reduce(chunk: ChunkBuilder, at: int) -> None:
+    """Sum the copies of each row; this rank's term of a sum over ranks stays unrounded."""
+    following, group = chunk.stages[at + 1], None
+    copies, sums = chunk.boundary(at), chunk.boundary(at + 1)
+    writes = [chunk.add_message(at)]
+    is_part = isinstance(following.stage, AllGather) and following.group_size > 1
+    if is_part and chunk.is_rounded:
+        assert isinstance(following.stage, AllGather)
+        group = following.stage.group
+        name = f"{chunk.stages[at].stage.name}, unrounded"
+        column = Column("rows", chunk.row.hidden_size, chunk.row.sum_bytes)
+        chunk.unrounded = [chunk.add_buffer(name, chunk.boundary(at + 2), (column,))]
+    writes += [*chunk.unrounded, *chunk.add_scratch(at, copies, 1, sums)]
+    reads_by_index = chunk.current == 0 and chunk.stages[0].placement == "index"
+    if reads_by_index and chunk.is_rounded and not chunk.is_fused:
+        # Rows are gathered in their own dtype before they are converted.
+        writes.append(chunk.add_summed(at, copies, chunk.row.value_bytes, slot=writes[-1]))
+    chunk.add_operation("reduce", at, [chunk.current], writes, group=group)
+
+
+def all_to_all(chunk: ChunkBuilder, at: int) -> None:
+    """Exchange rows with the group."""
+    chunk.add_collective("alltoall", at)
+
+
+def all_gather(chunk: ChunkBuilder, at: int) -> None:
+    """Gather the rows of the group."""
+    chunk.add_collective("allgather", at)
+
+
+def reduce_scatter(chunk: ChunkBuilder, at: int) -> None:
+    """Exchange parts with the group, and sum them where the next stage reads them."""
+    shape = chunk.stages[at]
+    chunk.add_collective("alltoall", at, copies=shape.group_size)
+    reader = next(after for after in range(at + 1, len(chunk.stages)) if not chunk.is_idle(after))
+    parts = chunk.buffers[chunk.current]
+    first = parts_per_sum(chunk.etp, parts.copies)
+    name = f"sum of {shape.stage.name}"
+    total = (
+        chunk.add_output()
+        if chunk.is_put_at_once(reader)
+        else chunk.add_buffer(name, parts.boundary, parts.columns, parts.packed)
+    )
+    num_sums = 1 if first == parts.copies else 2
+    scratch = chunk.add_scratch(reader, parts.boundary, parts.copies, parts.boundary, num_sums)
+    chunk.add_operation(
+        "reduce_parts",
+        reader,
+        [chunk.current, *chunk.unrounded],
+        [total, *scratch],
+        stage=name,
+        group=chunk.operations[-1].group,
+        parts_per_sum=first,
+    )
+    chunk.unrounded = []
+
+
+# (stage, transposed) -> what adds its operations.
+OPERATIONS: Mapping[tuple[type, bool], Callable[[ChunkBuilder, int], None]] = {
+    (Permute, False): permute,
+    (Permute, True): permute,
+    (Duplicate, False): duplicate,
+    (Duplicate, True): reduce,
+    (AllToAll, False): all_to_all,
+    (AllToAll, True): all_to_all,
+    (AllGather, False): all_gather,
+    (AllGather, True): reduce_scatter,
+}
+
+
+def parts_per_sum(etp: int, num_parts: int) -> int:
+    """Number of adjacent parts of a row that are summed first, before those sums are added.
+
+    The ETP parts of each expert's output, as in stock; all parts if there is no such nesting.
+    """
+    return etp if 1 < etp < num_parts and num_parts % etp == 0 else num_parts
+
+
+def _is_per_expert(shape: StageShape) -> bool:
+    return isinstance(shape.stage, Duplicate) and shape.stage.part == "expert"

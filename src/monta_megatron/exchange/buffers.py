@@ -1,0 +1,406 @@
+"""Buffers of a pass: its messages, and the columns of rows in them as views.
+
+Columns: `rows` [N, H], the hidden states; `probs`, the routing probabilities, [N] where a row is a
+permuted token and [N, W] where it is a token with up to W experts; `ids` [N, W], those experts.
+Where a stage copies the rows anyway, the columns after it share a message of bytes, and each
+collective is issued once; elsewhere they are sent in place, column by column, because packing
+would cost a copy.
+
+No uninitialised byte is sent: the gaps between the columns of a packed row are zero.
+
+Overhead of a packed row: the probabilities, the ids, and alignment to 16 bytes. At H=4096 in bf16
+(8,192 bytes) with fp32 probabilities that is 16 bytes (0.2%) for a permuted token; for
+a token with 8 experts it is 8 * (4 + 4) = 64 bytes (0.8%) in dispatch and 32 bytes in its backward.
+
+On a device all buffers of one format lie in one allocation, made on the caller's stream before the
+pass forks. So every use comes after the allocation, and memory freed on the caller's stream can be
+used at once. The host of CPU ranks allocates a buffer when it is written, and frees it when it was
+read for the last time.
+
+Notation: N = rows, H = hidden size, W = most experts of any token.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from monta_megatron.chains.lower import lower
+from monta_megatron.chains.program import (
+    ALIGNMENT_BYTES,
+    Column,
+    Operation,
+    Pass,
+    Policy,
+    Program,
+    Release,
+    RowFormat,
+    offsets_bytes,
+)
+from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.exchange.copies import Copies, Parts
+from monta_megatron.exchange.exchange import Exchange
+
+if TYPE_CHECKING:
+    from monta_megatron.exchange.kernels.tiles import Launches
+
+
+class Columns(NamedTuple):
+    """The columns of one pass, for all rows or for the rows of a chunk.
+
+    Attributes:
+        rows: [N, H].
+        probs: [N] or [N, W], or None in a pass that carries rows alone.
+        ids: [N, W] int32, or None; they travel in dispatch forward only.
+    """
+
+    rows: torch.Tensor
+    probs: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The columns that are present."""
+        return [column for column in self if column is not None]
+
+    def of_rows(self, rows: slice) -> "Columns":
+        """The columns of some rows."""
+        probs, ids = self.probs, self.ids
+        return Columns(
+            self.rows[rows],
+            None if probs is None else probs[rows],
+            None if ids is None else ids[rows],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageFormat:
+    """The shape and dtype of each column of a row, and where it lies.
+
+    Attributes:
+        shapes: shape of each column after the row axis: (H,), then () or (W,), then (W,).
+        dtypes: dtype of each column.
+        packed: the columns share one message of bytes; else each is a message.
+        device: where messages are allocated.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    packed: bool
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], packed: bool) -> "MessageFormat":
+        """The format of columns like these; a single one is never packed."""
+        return cls(
+            shapes=tuple(tuple(tensor.shape[1:]) for tensor in tensors),
+            dtypes=tuple(tensor.dtype for tensor in tensors),
+            packed=packed and len(tensors) > 1,
+            device=tensors[0].device,
+        )
+
+    def allocate(self, num_rows: int) -> list[torch.Tensor]:
+        """Uninitialised messages for `num_rows` rows."""
+        if self.packed:
+            row_bytes = self._offsets_bytes[-1]
+            return [torch.empty(num_rows, row_bytes, dtype=torch.uint8, device=self.device)]
+        return [
+            torch.empty(num_rows, *shape, dtype=dtype, device=self.device)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+
+    def columns(self, messages: Sequence[torch.Tensor]) -> Columns:
+        """The columns inside `messages`, as views."""
+        if not self.packed:
+            return Columns(*messages)
+        views = []
+        offsets = self._offsets_bytes
+        for shape, dtype, offset in zip(self.shapes, self.dtypes, offsets, strict=False):
+            num_bytes = shape[0] * dtype.itemsize if shape else dtype.itemsize
+            view = messages[0][:, offset : offset + num_bytes].view(dtype)
+            views.append(view if shape else view[:, 0])
+        return Columns(*views)
+
+    def clear_gaps(self, messages: Sequence[torch.Tensor]) -> None:
+        """Zero the bytes of packed rows that belong to no column."""
+        for gap in self._gaps_bytes:
+            messages[0][:, gap].zero_()
+
+    @cached_property
+    def _gaps_bytes(self) -> list[slice]:
+        """Padding bytes of a row, before an aligned column or the next row."""
+        if not self.packed:
+            return []
+        ends = [
+            offset + (shape[0] if shape else 1) * dtype.itemsize
+            for offset, shape, dtype in zip(
+                self._offsets_bytes, self.shapes, self.dtypes, strict=False
+            )
+        ]
+        gaps = zip(ends, self._offsets_bytes[1:], strict=True)
+        return [slice(end, begin) for end, begin in gaps if end < begin]
+
+    @cached_property
+    def _offsets_bytes(self) -> list[int]:
+        """Offsets of the columns in a packed row, followed by the size of the row."""
+        return offsets_bytes(
+            [
+                (shape[0] if shape else 1, dtype.itemsize)
+                for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+            ]
+        )
+
+
+class Buffers:
+    """The buffers of one pass over an exchange.
+
+    Args:
+        exchange: what is sent.
+        pass_: the pass.
+        columns: contiguous, on the side that the pass reads.
+        policy: how programs are executed on the device of the columns.
+        output: where the pass writes its result; None lets it allocate that.
+
+    Attributes:
+        exchange: what is sent.
+        bound: the program of the pass with this micro-batch's rows.
+        sum_dtype: dtype of the sums over copies of a row.
+        indices: row indices and copies, which the passes of the exchange share.
+        formats: of each buffer.
+        parts: by position of a stage, what its copies are found by; see `operations`.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        pass_: Pass,
+        columns: Columns,
+        policy: Policy,
+        output: Columns | None = None,
+    ) -> None:
+        rows, probs, device = columns.rows, columns.probs, columns.rows.device
+        width = exchange.max_experts_per_token
+        self.exchange = exchange
+        self.sum_dtype = promoted(exchange.sum_dtype, rows.dtype)
+        row = RowFormat(
+            hidden_size=rows.shape[1],
+            value_bytes=rows.itemsize,
+            prob_bytes=0 if probs is None else probs.itemsize,
+            sum_bytes=self.sum_dtype.itemsize,
+        )
+        policy = "fused" if exchange.fused else policy
+        self.bound = lower(exchange.bound, pass_, row, width, policy, order=exchange.order)
+        program = self.bound.program
+        prob_dtype = None if probs is None else probs.dtype
+        plan = _plan(program, width, rows.dtype, self.sum_dtype, prob_dtype, device)
+        self.formats = plan.formats
+        self.indices = exchange.indices(device)
+        self.parts: dict[int, Parts] = {}
+        # Positions of the first stage of the pass, and of the last.
+        last = len(exchange.bound.stages) - 1
+        self._first, self._last = (last, 0) if pass_.transpose else (0, last)
+        # By buffer that is held until the join, the memory in which it lies.
+        self._places: dict[int, tuple[_Memory, slice]] = {}
+        # Views cost the host as much as an operation, so they are made when they are needed.
+        self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
+        self._columns: dict[int, Columns] = {0: columns}
+        # By buffer of all chunks and by chunk, its rows where they are one run.
+        self._slices: dict[tuple[int, int], Columns] = {}
+        if output is not None:
+            self._columns[program.output] = output
+            self._messages[program.output] = output.tensors()
+        if policy != "host":
+            self._reserve(plan)
+        self._launches: dict[int, Launches] | None = plan.launches
+        if exchange.fused and not (
+            _is_regular(columns) and _is_regular(self.columns(program.output))
+        ):
+            self._launches = None
+
+    @property
+    def pass_name(self) -> str:
+        """Name of the pass."""
+        return self.bound.program.pass_.name
+
+    def messages(self, number: int) -> list[torch.Tensor]:
+        """The messages of a buffer; the host of CPU ranks allocates them when they are written."""
+        if number not in self._messages:
+            if number in self._places:
+                memory, rows = self._places[number]
+                self._messages[number] = [message[rows] for message in memory.messages]
+            else:
+                num_rows = self.bound.rows(self.bound.program.buffers[number])
+                self._messages[number] = self._allocate(self.formats[number], int(num_rows))
+        return self._messages[number]
+
+    def columns(self, number: int) -> Columns:
+        """The columns of a buffer."""
+        if number not in self._columns:
+            format_ = self.formats[number]
+            if format_.packed and number in self._places:
+                memory, rows = self._places[number]
+                self._columns[number] = memory.columns.of_rows(rows)
+            else:
+                self._columns[number] = format_.columns(self.messages(number))
+        return self._columns[number]
+
+    def source(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
+        """The columns that an operation reads, and its chunk's rows [N] of them, if not all."""
+        number = operation.reads[0]
+        if number:
+            return self.columns(number), None
+        return self._of_chunk(number, self._first, operation.chunk)
+
+    def sent(self, operation: Operation) -> list[torch.Tensor]:
+        """The messages that an operation reads."""
+        number = operation.reads[0]
+        return self.messages(number) if number else self.source(operation)[0].tensors()
+
+    def target(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
+        """The columns that an operation writes, and its chunk's rows [N] of them, if not all."""
+        number = operation.writes[0]
+        if number != self.bound.program.output:
+            return self.columns(number), None
+        return self._of_chunk(number, self._last, operation.chunk)
+
+    def copies(self, operation: Operation) -> Copies:
+        """The copies of a stage for its chunk."""
+        return self.indices.copies[operation.position, operation.chunk]
+
+    def group(self, operation: Operation) -> PeerGroup:
+        """The group of a collective, or of the sum over ranks that a "reduce" is part of."""
+        assert operation.group is not None, f"{operation.kind} has no group"
+        return self.exchange.groups[operation.group]
+
+    def launches(self, operation: Operation) -> "Launches":
+        """Kernel launches that all chunks share; none are kept where rows are not regular."""
+        return {} if self._launches is None else self._launches[operation.series]
+
+    def release(self, operation: Operation) -> None:
+        """Free buffers at their last read; all others are held until the join."""
+        for number in operation.reads:
+            buffer = self.bound.program.buffers[number]
+            if buffer.release is Release.LAST_READ and buffer.last_read == operation.number:
+                self._messages.pop(number, None)
+                self._columns.pop(number, None)
+                if number == 0:
+                    self._slices.clear()
+
+    def _of_chunk(
+        self, number: int, position: int, chunk: int
+    ) -> tuple[Columns, torch.Tensor | None]:
+        """The columns of a buffer of all chunks, and the rows of one chunk in them."""
+        segments = self.exchange.bound.stages[position].segments
+        if segments is None:
+            return self.columns(number), None
+        if not segments.is_slice:
+            return self.columns(number), self.indices.rows(position, segments)[chunk]
+        key = number, chunk
+        if key not in self._slices:
+            self._slices[key] = self.columns(number).of_rows(segments.slice_of(chunk))
+        return self._slices[key], None
+
+    def _reserve(self, plan: "_Plan") -> None:
+        """Allocate all buffers, those of one format together: one ring of slots after the other."""
+        rows_at = self.bound.bound.rows_at
+        for format_, slots in plan.allocations:
+            places, end = [], 0
+            for slot in slots:
+                start = end
+                for number, boundary, chunk, copies in slot:
+                    last = start + int(rows_at[boundary][chunk]) * copies
+                    places.append((number, slice(start, last)))
+                    end = max(end, last)
+            messages = self._allocate(format_, end)
+            memory = _Memory(messages, format_.columns(messages))
+            self._places |= {number: (memory, rows) for number, rows in places}
+        self.columns(self.bound.program.output)
+
+    def _allocate(self, format_: MessageFormat, num_rows: int) -> list[torch.Tensor]:
+        messages = format_.allocate(num_rows)
+        format_.clear_gaps(messages)
+        return messages
+
+
+class _Memory(NamedTuple):
+    """The memory of several buffers of one format."""
+
+    messages: list[torch.Tensor]
+    columns: Columns
+
+
+class _Plan(NamedTuple):
+    """What passes of one program and one dtype share.
+
+    Attributes:
+        formats: of each buffer.
+        allocations: format of buffers that are held until the join, and by ring slot the number,
+            boundary, chunk and copies of each of them.
+        launches: by series of an operation.
+    """
+
+    formats: tuple[MessageFormat, ...]
+    allocations: list[tuple[MessageFormat, list[list[tuple[int, int, int, int]]]]]
+    launches: dict[int, "Launches"]
+
+
+@lru_cache(maxsize=512)
+def _plan(
+    program: Program,
+    max_experts_per_token: int,
+    dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+    prob_dtype: torch.dtype | None,
+    device: torch.device,
+) -> _Plan:
+    def shape(column: Column) -> tuple[int, ...]:
+        if column.name == "rows":
+            return (column.width or 0,)
+        return (max_experts_per_token,) if column.width is None else ()
+
+    def dtype_of(column: Column) -> torch.dtype:
+        if column.name == "rows":
+            return dtype if column.value_bytes == dtype.itemsize else sum_dtype
+        return prob_dtype if column.name == "probs" and prob_dtype is not None else torch.int32
+
+    formats = tuple(
+        MessageFormat(
+            shapes=tuple(map(shape, buffer.columns)),
+            dtypes=tuple(map(dtype_of, buffer.columns)),
+            packed=buffer.packed,
+            device=device,
+        )
+        for buffer in program.buffers
+    )
+    slots: dict[MessageFormat, dict[int, list[tuple[int, int, int, int]]]] = {}
+    for buffer, format_ in zip(program.buffers, formats, strict=True):
+        if buffer.release in (Release.JOIN, Release.WINDOW):
+            assert buffer.chunk is not None, f"{buffer.name} is the caller's"
+            place = buffer.number, buffer.boundary, buffer.chunk, buffer.copies
+            slots.setdefault(format_, {}).setdefault(buffer.slot, []).append(place)
+    return _Plan(
+        formats=formats,
+        allocations=[(format_, list(of_format.values())) for format_, of_format in slots.items()],
+        launches=defaultdict(dict),
+    )
+
+
+def _is_regular(columns: Columns) -> bool:
+    """Whether all rows lie one after the other, those of hidden values at multiples of 16 bytes.
+
+    A single row, or none, may have any stride.
+    """
+    rows = columns.rows
+    return (rows.data_ptr() | rows.shape[1] * rows.itemsize) % ALIGNMENT_BYTES == 0 and all(
+        column.stride(0) == (column.shape[1] if column.dim() > 1 else 1)
+        for column in columns
+        if column is not None
+    )
+
+
+@cache
+def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """The dtype in which values of both are added."""
+    return torch.promote_types(one, other)
