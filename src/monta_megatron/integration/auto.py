@@ -28,15 +28,13 @@ from monta_megatron.core import Choice
 from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
-from monta_megatron.integration.ranks import Report, agree
+from monta_megatron.integration.ranks import agree, print_once
 from monta_megatron.planner.choose import LATE, TRIALS, Planner, Window, half_octave
 
 TIME_BITS = 31
 TICK_US = 10
 # From the first window to the second: early routing is untrained.
 STEPS_TO_SECOND = 1000
-# Iterations in a row that take so many times what the winner's trials took are worth a line.
-SLOWER, NUM_SLOWER = 1.3, 20
 
 
 class FixedChoice:
@@ -92,7 +90,7 @@ class AutoChoice(FixedChoice):
         num_steps: length of a window; 0 where candidates are not compared.
         by_counts: each micro-batch takes the planner's pick for its own counts.
         agreed_config, group: see `FixedChoice`.
-        report: prints a line, on the rank that reports for its pipeline stage.
+        reports: whether this rank reports for its pipeline stage.
 
     Attributes:
         step: the largest number of steps of an optimizer since construction; an optimizer that is
@@ -107,10 +105,10 @@ class AutoChoice(FixedChoice):
         by_counts: bool,
         agreed_config: dict[str, Any],
         group: dist.ProcessGroup,
-        report: Report,
+        reports: bool,
     ) -> None:
         self.planner, self.num_steps, self.by_counts = planner, num_steps, by_counts
-        self._report = report
+        self._reports = reports
         self.step = 0
         self.window: Window | None = None
         # From this step on another window is due.
@@ -125,7 +123,6 @@ class AutoChoice(FixedChoice):
         self._ended: tuple[int, list[Segment]] | None = None
         # A step and its time.
         self._ticks = -1, 0
-        self._num_slower = 0
         self._busiest: float | None = None
         self._announced: set[Choice] = set()
         # A group may be closed before its layers are gone.
@@ -170,8 +167,10 @@ class AutoChoice(FixedChoice):
         """Take in the times that the first training exchange of a step brings."""
         self._busiest = counts.busiest_over_mean or self._busiest
         times = counts.heads & (1 << TIME_BITS) - 1
-        if times.all():
-            self._add_time(self.step - LATE, int(times.max()) * TICK_US)
+        if self.window is not None and times.all():
+            us, kind = int(times.max()) * TICK_US, self._kinds[0]
+            if line := self.window.add_time(self.step - LATE, us, kind):
+                self._report(line)
         # The device has done that step: the host has waited for counts after it.
         if self._ended is not None:
             step, segments = self._ended
@@ -194,23 +193,6 @@ class AutoChoice(FixedChoice):
             if other.group is self.group and other is not self
         )
 
-    def _add_time(self, step: int, us: int) -> None:
-        """Add the longest iteration of any rank in a step."""
-        window = self.window
-        if window is None:
-            return
-        if step in window.trials:
-            window.add_time(step, us)
-        elif window.best is not None and self._kinds[0] == window.kind:
-            measured_us = window.measured_us[window.best]
-            self._num_slower = self._num_slower + 1 if us > SLOWER * measured_us else 0
-            if self._num_slower == NUM_SLOWER:
-                self._report(
-                    f"auto: {NUM_SLOWER} iterations in a row took {SLOWER} times as long as "
-                    f"{window.best.name} did in its turns, {us / 1e3:,.1f} ms instead of "
-                    f"{measured_us / 1e3:,.1f}"
-                )
-
     def _open(self, tokens: int) -> None:
         """Open a window; candidates are proposed for so many tokens."""
         candidates, num_steps = dict[Choice, float](), self.num_steps
@@ -222,7 +204,7 @@ class AutoChoice(FixedChoice):
         is_first, ran = self.window is None, set() if self.window is None else self.window.ran
         self.window = Window(candidates=candidates, first=self.step, num_steps=num_steps, ran=ran)
         self._next_window = self.step + STEPS_TO_SECOND if is_first and self.num_steps else inf
-        self._tokens_before, self._num_slower = tokens, 0
+        self._tokens_before = tokens
         if num_steps:
             pick, why = self.planner.pick(tokens)
             self._report(
@@ -234,14 +216,18 @@ class AutoChoice(FixedChoice):
         """Choose for the step that begins, or in which a window has opened."""
         if self.window is None:
             return
-        if self.window.num_steps and self.step == self.window.end + LATE:
-            # Each exchange has its own.
-            Report(self._is_first_rank)(self._result(self.window))
+        # Each exchange has its own.
+        has_result = self.window.num_steps > 0 and self.step == self.window.end + LATE
+        if has_result and self._is_first_rank:
+            print_once(self._result(self.window))
         if self.step >= self._next_window and not self.is_measuring and not self._others_measure:
             self._open(self._tokens_before)
-        self.choice = self.window.candidate(self.step)
+        window, tokens = self.window, half_octave(self._tokens_before)
+        self.choice = window.candidate(self.step)
         if self.choice is None:
-            self.choice = self._after(self.window)
+            # The experts are not split where measured iterations have shown that this loses.
+            splits_experts = window.best is None or window.best.splits_experts
+            self.choice = window.winner(tokens) or self._pick(tokens, splits_experts)
         elif self.choice not in self._announced:
             self._announced.add(self.choice)
             self._report(f"auto: step {self.step} is the first with {self.choice.name}")
@@ -249,14 +235,6 @@ class AutoChoice(FixedChoice):
         # Outside of a window a framework may step as it likes.
         of_step = {"step": self.step if self.is_measuring else None, "choice": self.choice.name}
         self._send(of_step | self.agreed_config, ticks if step == self.step - LATE else 0)
-
-    def _after(self, window: Window) -> Choice:
-        """The choice after a window: the best, near the tokens for which it was measured."""
-        tokens, best = half_octave(self._tokens_before), window.best
-        if best is None or window.kind is None:
-            return self._pick(tokens)
-        is_near = window.kind[1] <= 2 * tokens <= 4 * window.kind[1]
-        return best if is_near else self._pick(tokens, best.splits_experts)
 
     def _result(self, window: Window) -> str:
         """The result of a window as one line."""
@@ -266,15 +244,14 @@ class AutoChoice(FixedChoice):
         return f"{line}; the busiest rank receives {self._busiest:.2f} times the mean"
 
     def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
-        """The planner's pick, which is reported.
-
-        Args:
-            tokens: of a rank at most.
-            splits_experts: False where measured iterations have shown that splitting loses.
-        """
+        """The planner's pick for at most so many tokens of a rank, which is reported."""
         choice, why = self.planner.pick(tokens, splits_experts)
         self._report(f"{self._where}: {choice.name}, {why}")
         return choice
+
+    def _report(self, line: str) -> None:
+        if self._reports:
+            print_once(line)
 
     @cached_property
     def _where(self) -> str:

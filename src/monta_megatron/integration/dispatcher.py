@@ -35,7 +35,7 @@ from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.core import Choice
 from monta_megatron.exchange.collectives import are_open
-from monta_megatron.exchange.counts import ExchangeCounts, expert_ids_of
+from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
@@ -121,7 +121,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.micro_batch = MicroBatch(choice=self.chooser.choice)
         self.received_rows = np.zeros(len(self.setup.layout.nodes), dtype=np.int64)
         self.exchange_counts: torch.Tensor | None = None
-        self._counts = self.setup.make_counts(config)
+        self._counts = self.setup.counts
         # Choices of which there is nothing to check.
         self._checked: set[Choice] = set()
         # Of this rank's experts, in the last exchange.
@@ -202,7 +202,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if batch.has_topk and batch.rows == "tokens":
             # The device makes them while the counts travel. A recomputation makes them too, though
             # it may know its choice before the counts, and the forward pass did not.
-            batch.lists = self._lists(permuted_probs, self.config.moe_router_topk)
+            topk = self.config.moe_router_topk
+            batch.lists = self.setup.list_experts(self.routing_map, permuted_probs, topk)
         self._maybe_dtoh_and_synchronize("before_ep_alltoall")
         rows_NH, probs, ids_TW = self._columns(permutated_local_input_tokens, permuted_probs)
         if self.computes:
@@ -259,24 +260,30 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.shared_experts.post_forward_comm()
         return rows_NH
 
-    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        """Add the shared experts' output: [N, H] or [T, H] -> [S/TP, B, H]."""
-        return self._leave(permutated_local_input_tokens)
+    # Chains of permuted tokens and of tokens differ in three functions: enter, columns, leave.
 
-    # Chains of permuted tokens and of tokens: before, at and behind the exchange.
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        """Leave: [N, H] or [T, H] -> [S/TP, B, H], with the shared experts' output."""
+        if self.micro_batch.rows == "permuted tokens":
+            output: torch.Tensor = super().combine_postprocess(permutated_local_input_tokens)
+            return output
+        output = permutated_local_input_tokens.view(self.hidden_shape)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts.get_output()
+        return output
 
     def _enter(
         self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, H] and [T, E] -> [N, H] and [N] in expert order; unchanged for a chain of tokens."""
-        batch, config = self.micro_batch, self.config
+        """Enter: [T, H] and [T, E] -> [N, H] and [N] in expert order; tokens as they are."""
+        batch = self.micro_batch
         if batch.rows == "tokens":
-            if config.overlap_moe_expert_parallel_comm:
+            if self.config.overlap_moe_expert_parallel_comm:
                 # The 1F1B schedule frees what goes into token_dispatch; the router has saved these.
                 return tokens_TH.clone(), probs_TE.clone()
             return tokens_TH, probs_TE
         self.hidden_shape_before_permute = tokens_TH.shape
-        num_rows, by_map = batch.num_permuted, demands_order(config)
+        num_rows, by_map = batch.num_permuted, demands_order(self.config)
         # With top-k experts of each token, the same before and after the counts are known.
         if batch.exchanges and not batch.has_topk:
             num_rows = int(batch.exchanges[0].bound.num_source_rows)
@@ -285,7 +292,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.routing_map,
             probs=probs_TE,
             num_out_tokens=num_rows,
-            fused=config.moe_permute_fusion,
+            fused=self.config.moe_permute_fusion,
             drop_and_pad=self.drop_and_pad,
             **({"return_batch_invariant_inverse_map": True} if by_map else {}),
         )
@@ -307,18 +314,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             return *self._as_counted(rows_NH, probs), None
         width = batch.exchanges[0].max_experts_per_token
         if batch.lists is None or batch.lists[1].shape[1] != width:
-            batch.lists = self._lists(probs, width)
+            batch.lists = self.setup.list_experts(self.routing_map, probs, width)
         return rows_NH, *batch.lists
-
-    def _leave(self, rows_NH: torch.Tensor) -> torch.Tensor:
-        """[N, H] or [T, H] -> [S/TP, B, H], with the shared experts' output."""
-        if self.micro_batch.rows == "permuted tokens":
-            output: torch.Tensor = super().combine_postprocess(rows_NH)
-            return output
-        output = rows_NH.view(self.hidden_shape)
-        if self.shared_experts is not None:
-            output = output + self.shared_experts.get_output()
-        return output
 
     def _as_counted(
         self, rows_NH: torch.Tensor, probs_N: torch.Tensor
@@ -346,14 +343,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.reversed_local_input_permutation_mapping = mapping[:num_rows]
         return rows_NH[:num_rows], probs_N[:num_rows]
 
-    def _lists(self, probs_TE: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, E] -> probabilities [T, W] and ids [T, W] of each token's experts, ascending."""
-        if self.setup.is_fused:
-            from monta_megatron.exchange.kernels.expert_lists import expert_ids_of as of_kernel
-
-            return of_kernel(self.routing_map, probs_TE, width)
-        return expert_ids_of(self.routing_map, probs_TE, width)
-
     def _new_micro_batch(self) -> MicroBatch:
         config = self.config
         has_topk = config.moe_expert_capacity_factor is None and not are_patched()
@@ -371,9 +360,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def _bind(self, counts: ExchangeCounts) -> None:
         """Bind the choice for this micro-batch, which all ranks share, to its counts."""
-        batch, layer = self.micro_batch, None
-        if self.moe_layer is not None:
-            layer = self.moe_layer()
+        batch, layer = self.micro_batch, None if self.moe_layer is None else self.moe_layer()
         is_training = torch.is_grad_enabled() if layer is None else layer.training
         batch.choice = choice = self.chooser.received(counts, is_training, self.probs.device)
         self.received_rows = counts.received_rows.copy()
@@ -384,12 +371,11 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if chain.rows == "permuted tokens":
             of_exchanges: list[ChainCounts] = [counts.permuted_tokens]
             # Megatron reduces over the expert tensor parallel group in the probabilities' dtype.
-            if self.probs.dtype == torch.float64:
-                sum_dtype = torch.float64
+            sum_dtype = torch.promote_types(self.probs.dtype, torch.float32)
         else:
             assert counts.tokens is not None, "counted for chains of tokens"
-            width = self.config.moe_router_topk if batch.has_topk else 0
-            width, of_exchanges = max(width, counts.max_experts_per_token), [counts.tokens]
+            least = self.config.moe_router_topk if batch.has_topk else 0
+            width, of_exchanges = max(least, counts.max_experts_per_token), [counts.tokens]
             if choice.splits_experts:
                 blocks = blocks_of_chunks(counts.tokens.tokens.shape[1], num_chunks)
                 of_exchanges, num_chunks = [counts.tokens.of_blocks(*each) for each in blocks], 1
@@ -408,22 +394,21 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def _check(self, choice: Choice) -> None:
         """Check a choice before it first carries rows."""
-        setup, config = self.setup, self.config
+        setup = self.setup
         if setup.options.check and self.tp_ep_group.size() > 1:
             from monta_megatron.integration.first_use import FirstUse
 
-            first_use = FirstUse(
+            FirstUse(
                 chain=CHAINS[choice.chain],
                 num_chunks=choice.num_chunks,
                 layout=setup.layout,
                 group=self.tp_ep_group,
                 groups=self.groups,
                 hidden_size=self.hidden_shape[-1],
-                dtype=config.params_dtype,
+                dtype=self.config.params_dtype,
                 prob_dtype=self.probs.dtype,
-                topk=config.moe_router_topk,
+                topk=self.config.moe_router_topk,
                 device=self.probs.device,
                 fused=setup.is_fused,
-            )
-            first_use.check()
+            ).check()
         self._checked.add(choice)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.common.rules import Unsupported
 from monta_megatron.exchange.pipeline import Experts
 
@@ -160,24 +159,6 @@ UNSUPPORTED_WITH_OVERLAP = (
 )
 
 
-def check_options(chain: str) -> None:
-    """Check that the other options go with moe_monta_overlap_experts.
-
-    Args:
-        chain: the chain that is named, or "auto".
-
-    Raises:
-        ValueError: names what is wrong.
-    """
-    option = "moe_monta_overlap_experts"
-    of_tokens = ", ".join(name for name, chain in CHAINS.items() if chain.rows == "tokens")
-    if chain in CHAINS and CHAINS[chain].rows != "tokens":
-        raise ValueError(
-            f"{option}: given with {chain}, must be with one of {of_tokens}; rows of the other "
-            "chains are permuted by expert before they are split into chunks"
-        )
-
-
 def check_experts(experts: torch.nn.Module) -> None:
     """Check that experts may be called for every chunk.
 
@@ -201,14 +182,12 @@ def prepare_layer(layer: Any) -> None:
     check_experts(layer.experts)
     if layer.config.gradient_accumulation_fusion:
         add_in_every_call(layer.experts)
-    layer_class = type(layer)
-    if layer_class not in _prepared:
-        _prepared.add(layer_class)
-        layer_class.routed_experts_compute = with_pipeline(layer_class.routed_experts_compute)
+    _patch_layer(layer.__class__)
 
 
-# Classes whose layers run the pipeline.
-_prepared: set[type] = set()
+@functools.cache
+def _patch_layer(layer_class: Any) -> None:
+    layer_class.routed_experts_compute = with_pipeline(layer_class.routed_experts_compute)
 
 
 def with_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:

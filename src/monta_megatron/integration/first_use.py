@@ -135,25 +135,16 @@ class FirstUse:
         """The first difference on this rank, or "": of the counts, then of the four passes."""
         layout = self.layout
         pairs = route(layout, min(self.topk, layout.num_experts, MOST_TERMS // layout.etp))
-        sent, received = self._sent(pairs), received_pairs(pairs, layout)
-        exchange, counts = self._exchange(sent)
-        local = received[:, EXPERT] - layout.first_expert
-        places = received[:, SOURCE] * layout.num_local_experts + local
-        expected = places.bincount(minlength=counts.numel()).view(counts.shape)
-        yield _difference("counts by source rank and local expert", counts, expected)
+        # [N, X, 4]: by token; or in Megatron's permuted order, (expert, token).
+        sent, received = pairs[pairs[:, 0, SOURCE] == layout.rank], received_pairs(pairs, layout)
+        if self.chain.rows == "permuted tokens":
+            sent = sent.flatten(0, 1)[sent[..., EXPERT].flatten().argsort(stable=True), None]
+        exchange, counts_SL = self._exchange(sent)
+        expected_SL, local = torch.zeros_like(counts_SL), received[:, EXPERT] - layout.first_expert
+        expected_SL.index_put_((received[:, SOURCE], local), torch.tensor(1), accumulate=True)
+        yield _difference("counts by source rank and local expert", counts_SL, expected_SL)
         passes = self._passes(exchange, sent, received)
         yield next(filter(None, [_difference(*each) for each in passes]), "")
-
-    @property
-    def _is_token(self) -> bool:
-        return self.chain.rows == "tokens"
-
-    def _sent(self, pairs: torch.Tensor) -> torch.Tensor:
-        """[N, X, 4] of this rank: by token; or in Megatron's permuted order, (expert, token)."""
-        own, topk = pairs[pairs[:, SOURCE] == self.layout.rank], int(pairs[:, PLACE].max()) + 1
-        if self._is_token:
-            return own.unflatten(0, (-1, topk))
-        return own[own[:, EXPERT].argsort(stable=True)][:, None]
 
     def _exchange(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
         """Exchange the counts, and bind the chain by them; with them: [S, L]."""
@@ -172,7 +163,7 @@ class FirstUse:
         counts_K, _ = source.exchange(routing_map_TE.to(self.device))
         counts = table.read(counts_K.cpu().numpy())
         permuted = counts.permuted_tokens
-        least = torch.float32 if self._is_token else self.prob_dtype
+        least = torch.float32 if chain.rows == "tokens" else self.prob_dtype
         exchange = Exchange(
             bound=chain.bind(layout, counts.tokens or permuted, self.num_chunks),
             groups=self.groups,
@@ -192,12 +183,9 @@ class FirstUse:
             sent: [N, X, 4].
             received: [N, 4].
         """
-        layout, is_token = self.layout, self._is_token
-        etp_rank, sum_dtype = (
-            layout.rank % layout.etp,
-            torch.promote_types(exchange.sum_dtype, self.dtype),
-        )
-        terms = torch.tensor(TERMS)
+        layout, is_token = self.layout, self.chain.rows == "tokens"
+        terms, etp_rank = torch.tensor(TERMS), layout.rank % layout.etp
+        sum_dtype = torch.promote_types(exchange.sum_dtype, self.dtype)
 
         # Step 1: rows on both sides, and the numbers of the experts: [E * ETP] -> [E, ETP, bits].
         sizes = len(layout.nodes) * NUM_TOKENS, layout.num_experts * layout.etp
@@ -267,7 +255,7 @@ class FirstUse:
 
 
 def route(layout: Layout, topk: int) -> torch.Tensor:
-    """All pairs of the exchange, [S * T * K, 4]; see `SOURCE` for the columns.
+    """All pairs of the exchange, [S * T, K, 4]; see `SOURCE` for the columns.
 
     A token's experts are equally far apart, cyclically; how far differs from token to token.
     """
@@ -277,13 +265,13 @@ def route(layout: Layout, topk: int) -> torch.Tensor:
     steps = torch.tensor([n for n in range(1, num_experts + 1) if gcd(n, num_experts) == 1])
     first, step = source + token + token // len(steps), steps[token % len(steps)]
     experts = ((first + step * places) % num_experts).sort(dim=1).values
-    return torch.stack(torch.broadcast_tensors(source, token, places, experts), dim=2).flatten(0, 1)
+    return torch.stack(torch.broadcast_tensors(source, token, places, experts), dim=2)
 
 
 def received_pairs(pairs: torch.Tensor, layout: Layout) -> torch.Tensor:
     """[N, 4] of this rank's experts, in stock's order: expert, ETP rank, EP rank, token."""
     ep_rank = layout.rank // layout.etp
-    here = pairs[pairs[:, EXPERT] // layout.num_local_experts == ep_rank]
+    here = pairs[pairs[..., EXPERT] // layout.num_local_experts == ep_rank]
     source, token, _, expert = here.T
     by_etp_rank = expert * layout.etp + source % layout.etp
     by_source = by_etp_rank * layout.ep + source // layout.etp

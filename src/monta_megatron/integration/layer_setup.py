@@ -1,8 +1,10 @@
 """Set-up of a layer's dispatcher: everything that lasts, agreed on by the ranks of its exchange."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,17 +15,17 @@ from monta_megatron.common.nodes import check_named_alike, is_named, node_here
 from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects, peer_groups
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.counts import CountTable, expert_ids_of
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
 from monta_megatron.integration.auto import AutoChoice, FixedChoice, choice_of, share
 from monta_megatron.integration.counts import CapacityCounts, CountExchange
-from monta_megatron.integration.options import AUTO, Options
+from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import agreed_config, planner_for
 from monta_megatron.integration.ranks import (
-    Report,
     check_same_config,
     find_nodes,
     on_every_exchange,
+    print_once,
     reports_for_stage,
 )
 from monta_megatron.planner.choose import Planner
@@ -39,6 +41,7 @@ class LayerSetup:
         groups: Megatron's "ep", "etp" and "tp_ep".
         planner: proposes choices.
         chooser: chooses, from one optimizer step to the next.
+        counts: source of the counts.
         captures: whether CUDA graphs capture the preprocessing.
         is_fused: whether Triton kernels do the work.
     """
@@ -48,25 +51,18 @@ class LayerSetup:
     groups: Mapping[str, dist.ProcessGroup]
     planner: Planner
     chooser: FixedChoice
+    counts: CountExchange | CapacityCounts
     captures: bool
     is_fused: bool
 
-    def make_counts(self, config: TransformerConfig) -> CountExchange | CapacityCounts:
-        """The source of the layer's counts."""
-        if config.moe_pad_expert_input_to_capacity:
-            return CapacityCounts(layout=self.layout, config=config)
-        chains = self.planner.chains
-        return CountExchange(
-            count_table=CountTable(
-                chains=chains,
-                layout=self.layout,
-                num_blocks=num_counted_blocks(chains, self.planner.num_blocks),
-                kernels=self.options.kernels,
-            ),
-            topk=config.moe_router_topk,
-            group=self.groups["tp_ep"],
-            chain_name=chains[0].name if len(chains) == 1 else AUTO,
-        )
+    @cached_property
+    def list_experts(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """Lists each token's experts, with their probabilities; see `counts.expert_ids_of`."""
+        if self.is_fused:
+            from monta_megatron.exchange.kernels.expert_lists import expert_ids_of as of_kernel
+
+            return of_kernel
+        return expert_ids_of
 
     def make_groups(self, before: Mapping[str, PeerGroup]) -> dict[str, PeerGroup]:
         """Make those groups of the chains that are not open; all ranks of the exchange call this.
@@ -108,7 +104,7 @@ def set_up_layer(
     """
     given, group, device = Options.of(config), groups["tp_ep"], device_type()
     ranks = dist.get_process_group_ranks(group)
-    report = Report(reports_for_stage(group, pg_collection))
+    reports = reports_for_stage(group, pg_collection)
     # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation,
     # there has to be one. In both cases "auto" may choose only chains of permuted tokens, by the
     # counts of each micro-batch.
@@ -141,34 +137,44 @@ def set_up_layer(
         if planner.fixed is not None:
             chooser = FixedChoice(planner.fixed, rule, group)
         elif chooser is None or not all(have_chooser):
-            chooser = share(AutoChoice(planner, options.tune_steps, by_counts, rule, group, report))
+            chooser = share(
+                AutoChoice(planner, options.tune_steps, by_counts, rule, group, reports)
+            )
 
         # Step 4: a line for each thing that users should know.
-        split = of_choice = None
+        lines = [of_nodes, of_kernels]
         if options.overlap_experts and not planner.splits_experts:
-            split = (
-                "moe_monta_overlap_experts: no layer is split, as no chain of tokens can run here"
-            )
+            lines.append("moe_monta_overlap_experts: no layer is split: no chain of tokens can run")
         if planner.fixed is not None:
             where = f"EP {layout.ep} x ETP {layout.etp} over {counted(layout.num_nodes, 'node')}"
-            of_choice = f"{planner.fixed.name}, {where}: as asked for"
+            lines.append(f"{planner.fixed.name}, {where}: as asked for")
         elif by_counts or not options.tune_steps:
             reason = "moe_monta_tune_steps 0, as in deterministic mode"
             if by_counts:
-                reason = (
-                    "CUDA graphs capture the preprocessing"
-                    if captures
-                    else "experts are padded to capacity"
-                )
-            of_choice = f"auto: no turns, the planner's pick runs: {reason}"
-        for line in filter(None, (of_nodes, of_kernels, split, of_choice)):
-            report(line)
+                reason = "CUDA graphs of the preprocessing" if captures else "padding to capacity"
+            lines.append(f"auto: no turns, the planner's pick runs: {reason}")
+        for line in filter(None, lines * reports):
+            print_once(line)
+        table = CountTable(
+            chains=planner.chains,
+            layout=layout,
+            num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
+            kernels=kernels,
+        )
         return LayerSetup(
             options=options,
             layout=layout,
             groups=groups,
             planner=planner,
             chooser=chooser,
+            counts=CapacityCounts(layout=layout, config=config)
+            if config.moe_pad_expert_input_to_capacity
+            else CountExchange(
+                count_table=table,
+                topk=config.moe_router_topk,
+                group=group,
+                chain_name=options.chain,
+            ),
             captures=captures,
             is_fused=is_fused(kernels, device),
         )

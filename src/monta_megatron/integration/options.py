@@ -160,10 +160,13 @@ class Options:
             given["num_chunks"] = chunks_of(
                 CHAINS[chain], given.get("num_chunks"), "moe_monta_num_chunks"
             )
-        if given.get("overlap_experts"):
-            from monta_megatron.integration.experts import check_options
-
-            check_options(chain)
+        of_tokens = [name for name, each in CHAINS.items() if each.rows == "tokens"]
+        if given.get("overlap_experts") and not is_auto and chain not in of_tokens:
+            raise ValueError(
+                f"moe_monta_overlap_experts: given with {chain}, must be with one of "
+                f"{', '.join(of_tokens)}; rows of the other chains are permuted by expert before "
+                "they are split into chunks"
+            )
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
             from monta_megatron.common import presets

@@ -81,7 +81,7 @@ def planner_for(
         chains=chains,
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
         splits_experts=splits_experts and any(each.rows == "tokens" for each in chains),
-        shape=shape_of(config, layout, options),
+        shape=shape_of(config, layout),
         # Priced as they run, so ranks have to agree on the kernels here; the bits are alike.
         cluster=cluster.with_kernels(is_fused(options.kernels, device_type())),
     )
@@ -146,7 +146,7 @@ def agreed_config(
     }
 
 
-def shape_of(config: "TransformerConfig", layout: Layout, options: Options) -> Shape:
+def shape_of(config: "TransformerConfig", layout: Layout) -> Shape:
     """Shape of a layer by its configuration, all but the number of tokens."""
     value_bytes = torch.empty(0, dtype=config.params_dtype).element_size()
     router_dtype = getattr(config, "moe_router_dtype", None)

@@ -35,6 +35,8 @@ MOST_CHUNKS_OF_A_CHAIN = 3
 MOST_MEMORY, MORE_BYTES = 1.5, 1e9
 # Iterations within 1% count as equal.
 EQUAL = 1.01
+# Iterations in a row that take so many times what the winner's trials took are worth a line.
+SLOWER, NUM_SLOWER = 1.3, 20
 # Numbers of chunks in which a chain's experts are split.
 SPLITS = (2, 4)
 
@@ -207,6 +209,7 @@ class Window:
     kind: tuple[int, int] | None = None
     measured_us: dict[Choice, int] = field(default_factory=dict)
     best: Choice | None = None
+    _num_slower: int = 0
 
     @property
     def end(self) -> int:
@@ -231,8 +234,14 @@ class Window:
             self.trials[step] = Trial(choice=choice, kind=kind, counts=choice in self.ran)
             self.ran.add(choice)
 
-    def add_time(self, step: int, us: int) -> None:
-        """Add the longest iteration of any rank in a step of the window."""
+    def add_time(self, step: int, us: int, kind: tuple[int, int] | None = None) -> str | None:
+        """Add the longest iteration of any rank in a step of this kind, in the window or later.
+
+        Returns:
+            A line for the log if later iterations have been slower than the winner's for long.
+        """
+        if step not in self.trials:
+            return self._slower(us) if kind == self.kind else None
         self.trials[step].us = us
         counted = [trial for trial in self.trials.values() if trial.counts and trial.us is not None]
         kinds = Counter(trial.kind for trial in counted)
@@ -246,6 +255,26 @@ class Window:
         self.best = min(
             near, key=lambda each: (round(self.candidates[each], 1), each), default=None
         )
+
+        return None
+
+    def _slower(self, us: int) -> str | None:
+        if self.best is None:
+            return None
+        measured_us = self.measured_us[self.best]
+        self._num_slower = self._num_slower + 1 if us > SLOWER * measured_us else 0
+        if self._num_slower != NUM_SLOWER:
+            return None
+        return (
+            f"auto: {NUM_SLOWER} iterations in a row took {SLOWER} times as long as "
+            f"{self.best.name} did in its turns, {us / 1e3:,.1f} ms instead of "
+            f"{measured_us / 1e3:,.1f}"
+        )
+
+    def winner(self, tokens: int) -> Choice | None:
+        """The best for so many tokens; None outside of a factor 2 of those that were measured."""
+        is_near = self.kind is not None and self.kind[1] <= 2 * tokens <= 4 * self.kind[1]
+        return self.best if is_near else None
 
     @property
     def cost(self) -> float:
