@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 from linear_pipeline import Stage, operation_of
 
-from monta_megatron.chains.calibration_tasks import (
-    COUNTS,
-    MESSAGE_ROW_BYTES,
-    PASSES,
-    PASSES_IN_CHUNKS,
-    Pair,
-    Point,
-    Sample,
-)
-from monta_megatron.planner.calibration.fitting import (
+from monta_megatron.calibration.fitting import (
     Machine,
     _collective_start,
     doubts_of,
@@ -24,12 +15,21 @@ from monta_megatron.planner.calibration.fitting import (
     make_cluster,
     slowdowns,
 )
-from monta_megatron.planner.calibration.points import (
+from monta_megatron.calibration.points import (
     NUM_SIZES,
     Shape,
     all_points,
     choose_pairs,
     series_of_cluster,
+)
+from monta_megatron.calibration.tasks import (
+    COUNTS,
+    MESSAGE_ROW_BYTES,
+    PASSES,
+    PASSES_IN_CHUNKS,
+    Pair,
+    Point,
+    Sample,
 )
 from monta_megatron.planner.cluster_file import dump_measured, load_cluster
 from monta_megatron.planner.curves import Curve

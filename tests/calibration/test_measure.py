@@ -9,9 +9,9 @@ import pytest
 import torch
 from test_cluster_file import SHAPE, points_on
 
-from monta_megatron.chains.calibration_tasks import Pair, Point, Repeated, Sample
-from monta_megatron.exchange.calibration import timer
-from monta_megatron.exchange.calibration.timer import Timer
+from monta_megatron.calibration import timer
+from monta_megatron.calibration.tasks import Pair, Point, Repeated, Sample
+from monta_megatron.calibration.timer import Timer
 from monta_megatron.tools.calibrate import run as groups_of_cluster
 
 

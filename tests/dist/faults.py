@@ -9,7 +9,7 @@ import torch
 
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import DISPATCH_BACKWARD, BoundProgram
-from monta_megatron.exchange import buffers, copies, executor, operations
+from monta_megatron.exchange import buffers, exchange, executor, operations
 from monta_megatron.exchange import executor as autograd
 from monta_megatron.exchange.buffers import Columns
 
@@ -19,7 +19,7 @@ Fault = Callable[[], AbstractContextManager[Any]]
 
 def two_rows_swapped() -> Any:
     """The first two rows of every copy into place change places."""
-    original = copies._row_indices
+    original = exchange._row_indices
 
     def swapped(*args: Any) -> tuple[torch.Tensor, ...]:
         rows_of_chunks = original(*args)
@@ -28,7 +28,7 @@ def two_rows_swapped() -> Any:
                 rows[:2] = rows[:2].flip(0)
         return rows_of_chunks
 
-    return mock.patch.object(copies, "_row_indices", swapped)
+    return mock.patch.object(exchange, "_row_indices", swapped)
 
 
 def last_chunk_skipped() -> Any:

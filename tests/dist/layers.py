@@ -517,7 +517,7 @@ def rows_to_choose_from_in_batch_invariant_mode(case: Case) -> set[str]:
 
 def calibrate_in_batch_invariant_mode() -> None:
     """What a calibration times runs in the mode, too."""
-    from monta_megatron.chains.calibration_tasks import Point
+    from monta_megatron.calibration.tasks import Point
     from monta_megatron.tools.calibrate.permutation import PERMUTATION
 
     point = Point(

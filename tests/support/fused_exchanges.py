@@ -14,8 +14,8 @@ from fake_kernels import recorded_launches
 from stream_recorder import RecordedWork, Recorder
 from test_stream_safety import LAYOUTS, Routing, make_exchange
 
+from monta_megatron.calibration.tasks import Point
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.calibration_tasks import Point
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange import counts
 from monta_megatron.exchange.buffers import Columns, MessageFormat
@@ -77,7 +77,7 @@ def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int)
 
 def calibrate() -> None:
     """What a calibration times in memory: the launches of each operation, and sums."""
-    from monta_megatron.exchange.calibration import fused_operations
+    from monta_megatron.calibration import fused_operations
 
     cpu, launched, sums = torch.device("cpu"), {}, Columns(torch.empty(0))
     for name, prepare in fused_operations.IN_MEMORY.items():

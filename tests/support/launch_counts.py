@@ -42,7 +42,7 @@ FIELDS = ("tensor_operations", "kernel_launches", "collectives", "stream_switche
 LISTED = (
     "integration.counts.copy_to_host",
     "integration.counts.read",
-    "exchange.copies._row_indices",
+    "exchange.exchange._row_indices",
 )
 # Device kernels of an operation of ATen, where they are not one. Sorts are CUB's radix sort of
 # 64-bit keys with its copies; scans have a kernel that begins them; a copy is a transfer.

@@ -40,7 +40,7 @@ from monta_megatron.exchange.executor import run
 HIDDEN = 32
 NUM_BLOCKS = 6
 NUM_CHUNKS = 3
-ROW_INDICES = "exchange.copies._row_indices"
+ROW_INDICES = "exchange.exchange._row_indices"
 CASES = [
     (chain.name, ep, etp)
     for chain in CHAINS.values()

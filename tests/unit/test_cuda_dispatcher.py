@@ -40,7 +40,7 @@ from monta_megatron.planner.shape import lower_expected
 LAYOUT = LAYOUTS[16, 1]
 COPY = "integration.counts.copy_to_host"
 WAIT = "integration.counts.read"
-ROW_INDICES = "exchange.copies._row_indices"
+ROW_INDICES = "exchange.exchange._row_indices"
 
 
 @pytest.fixture(scope="module", autouse=True)

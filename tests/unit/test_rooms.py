@@ -10,8 +10,9 @@ PACKAGE = Path(__file__).parents[2] / "src" / "monta_megatron"
 ARROWS = {
     "cli": "tools integration emulation planner exchange chains common core",
     "api": "tools integration exchange planner common core",
-    "tools": "integration emulation exchange planner chains common core",
+    "tools": "integration calibration emulation exchange planner chains common core",
     "integration": "emulation exchange planner chains common core",
+    "calibration": "exchange planner chains common core",
     "emulation": "planner chains common core",
     "exchange": "chains common core",
     "planner": "chains common core",

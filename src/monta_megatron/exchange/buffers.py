@@ -201,8 +201,9 @@ class Buffers:
         # Positions of the first stage of the pass, and of the last.
         last = len(exchange.bound.stages) - 1
         self._first, self._last = (last, 0) if pass_.transpose else (0, last)
-        # By buffer that is held until the join, the memory in which it lies.
-        self._places: dict[int, tuple[_Memory, slice]] = {}
+        # Messages and columns of all buffers of a format; by buffer, which of these, and its rows.
+        self._memory: list[tuple[list[torch.Tensor], Columns]] = []
+        self._places: dict[int, tuple[int, slice]] = {}
         # Views cost the host as much as an operation, so they are made when they are needed.
         self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
         self._columns: dict[int, Columns] = {0: columns}
@@ -228,8 +229,8 @@ class Buffers:
         """The messages of a buffer; the host of CPU ranks allocates them when they are written."""
         if number not in self._messages:
             if number in self._places:
-                memory, rows = self._places[number]
-                self._messages[number] = [message[rows] for message in memory.messages]
+                which, rows = self._places[number]
+                self._messages[number] = [message[rows] for message in self._memory[which][0]]
             else:
                 num_rows = self.bound.rows(self.bound.program.buffers[number])
                 self._messages[number] = self._allocate(self.formats[number], int(num_rows))
@@ -240,8 +241,8 @@ class Buffers:
         if number not in self._columns:
             format_ = self.formats[number]
             if format_.packed and number in self._places:
-                memory, rows = self._places[number]
-                self._columns[number] = memory.columns.of_rows(rows)
+                which, rows = self._places[number]
+                self._columns[number] = self._memory[which][1].of_rows(rows)
             else:
                 self._columns[number] = format_.columns(self.messages(number))
         return self._columns[number]
@@ -267,7 +268,7 @@ class Buffers:
 
     def copies(self, operation: Operation) -> Copies:
         """The copies of a stage for its chunk."""
-        return self.indices.copies[operation.position, operation.chunk]
+        return self.indices.copies(operation.position)[operation.chunk]
 
     def group(self, operation: Operation) -> PeerGroup:
         """The group of a collective, or of the sum over ranks that a "reduce" is part of."""
@@ -306,29 +307,21 @@ class Buffers:
         """Allocate all buffers, those of one format together: one ring of slots after the other."""
         rows_at = self.bound.bound.rows_at
         for format_, slots in plan.allocations:
-            places, end = [], 0
+            end = 0
             for slot in slots:
                 start = end
                 for number, boundary, chunk, copies in slot:
                     last = start + int(rows_at[boundary][chunk]) * copies
-                    places.append((number, slice(start, last)))
+                    self._places[number] = len(self._memory), slice(start, last)
                     end = max(end, last)
             messages = self._allocate(format_, end)
-            memory = _Memory(messages, format_.columns(messages))
-            self._places |= {number: (memory, rows) for number, rows in places}
+            self._memory.append((messages, format_.columns(messages)))
         self.columns(self.bound.program.output)
 
     def _allocate(self, format_: MessageFormat, num_rows: int) -> list[torch.Tensor]:
         messages = format_.allocate(num_rows)
         format_.clear_gaps(messages)
         return messages
-
-
-class _Memory(NamedTuple):
-    """The memory of several buffers of one format."""
-
-    messages: list[torch.Tensor]
-    columns: Columns
 
 
 class _Plan(NamedTuple):

@@ -188,33 +188,30 @@ class CountTable:
 
     def read(self, joined: NDArray[np.int32]) -> ExchangeCounts:
         """Read the tensor of `join` on the host."""
-        layout, num_blocks, num_ranks = self.layout, self.num_blocks, len(self.layout.nodes)
-        columns, lengths = self._sections
-        num_received = len(joined) - num_blocks * sum(self.sizes.values())
+        layout, num_ranks = self.layout, len(self.layout.nodes)
+        num_sent = self.num_blocks * sum(self.sizes.values())
+        received = joined[:-num_sent].reshape(num_ranks, self.num_blocks, -1)
         # Sums over ranks may take more bits than the counts of one.
         # Blocks come first in memory, because a chain sums those of each chunk.
-        by_block = joined[:num_received].reshape(num_ranks, num_blocks, -1).swapaxes(0, 1)
-        messages = np.ascontiguousarray(by_block, dtype=np.int64).swapaxes(0, 1)
-        counts = joined[num_received:].astype(np.int64)
-        received = {name: messages[:, :, columns[name]] for name in columns}
-        sent = {name: counts[lengths[name]] for name in lengths}
+        by_block = np.ascontiguousarray(received.swapaxes(0, 1), dtype=np.int64)
+        messages, sent = by_block.swapaxes(0, 1), joined[-num_sent:].astype(np.int64)
         # The head is the same in all blocks; what a rank says is its last two columns.
-        num_tokens, received_rows, most_experts, *_ = received["head"][:, 0].T
-        first = joined[:num_received].reshape(num_ranks, -1)
-        heads = first[:, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
+        num_tokens, received_rows, most_experts = by_block[0, :, : HEAD_SIZE - 2].T
+        heads = received[:, 0, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
 
         def count_permuted_tokens() -> Counts:
+            columns, lengths = self._sections
             # [S, L] -> [EP, ETP, L] -> [ETP, EP, L]
-            pairs = received["experts"].sum(axis=1).reshape(layout.ep, layout.etp, -1)
+            pairs = messages[:, :, columns["experts"]].sum(axis=1)
             return Counts(
                 # [B * E] -> [B, EP, L] -> [EP, L]
-                sent=sent["experts"].reshape(num_blocks, layout.ep, -1).sum(axis=0),
-                received=pairs.transpose(1, 0, 2),
+                sent=sent[lengths["experts"]].reshape(self.num_blocks, layout.ep, -1).sum(axis=0),
+                received=pairs.reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2),
             )
 
         return ExchangeCounts(
             count_permuted_tokens=count_permuted_tokens,
-            tokens=self._token_counts(num_tokens, received, sent) if self.by_block else None,
+            tokens=self._token_counts(num_tokens, messages, sent) if self.by_block else None,
             num_tokens=num_tokens,
             max_experts_per_token=max(int(most_experts.max()), 1) if self.by_block else 0,
             received_rows=received_rows,
@@ -232,32 +229,28 @@ class CountTable:
         return np.arange(self.num_blocks)
 
     def _token_counts(
-        self,
-        num_tokens: NDArray[np.int64],
-        received: dict[str, NDArray[np.int64]],
-        sent: dict[str, NDArray[np.int64]],
+        self, num_tokens: NDArray[np.int64], messages: NDArray[np.int64], sent: NDArray[np.int64]
     ) -> TokenCounts:
-        """By the tokens [S] of every rank, the sections of the messages, and what was sent."""
+        """By the tokens [S] of every rank, the messages [S, B, X], and this rank's own counts."""
+        columns, lengths = self._sections
         # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
         block = block_size(num_tokens[:, None], self.num_blocks)
         left = num_tokens[:, None] - self._block_numbers * block
-        # [S, B, 1] -> [S, B]
-        first = {
-            name: received[name][:, :, 0] for name in ("for_node", "for_rank") if name in received
+        counts: dict[str, NDArray[np.int64]] = {
+            name: messages[:, :, columns[name].start]
+            for name in ("for_node", "for_rank")
+            if name in columns
         }
-        to_each = received.get("for_node_ranks")
-        if to_each is not None:
-            first["for_rank"] = to_each[:, :, self.layout.position]
+        if "for_node_ranks" in columns:
+            counts["for_node_ranks"] = to_each = messages[:, :, columns["for_node_ranks"]]
+            counts["for_rank"] = to_each[:, :, self.layout.position]
+        for part in ("node", "rank"):
+            if part in lengths:
+                counts[f"sent_to_{part}s"] = sent[lengths[part]].reshape(self.num_blocks, -1)
         return TokenCounts(
             tokens=np.minimum(np.maximum(left, 0), block),
-            experts=received["experts"],
-            for_node_ranks=to_each,
-            **first,
-            **{
-                f"sent_to_{part}s": sent[part].reshape(self.num_blocks, -1)
-                for part in self.sizes
-                if part != "experts"
-            },
+            experts=messages[:, :, columns["experts"]],
+            **counts,
         )
 
 

@@ -1,14 +1,90 @@
-"""One micro-batch's exchange: what its four passes share."""
+"""One micro-batch's exchange: what its four passes share.
+
+Notation: C = number of chunks.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
+import numpy as np
 import torch
 
 from monta_megatron.chains.chain import BoundChain, Order, order_of_issue
+from monta_megatron.chains.stages import Segments
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.copies import Indices
+from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.monitor import Monitor
+
+
+class Indices:
+    """Copies and row indices of all stages, in one allocation of the first pass's caller.
+
+    Views and row indices are made when a stage is first reached: those of later stages while the
+    first collective is under way.
+
+    Attributes:
+        memory: [any number] int64; None if no stage needs any.
+    """
+
+    def __init__(self, bound: BoundChain, device: torch.device) -> None:
+        self._bound = bound
+        # By position of a stage: how many numbers it takes.
+        sizes: dict[int, int] = {}
+        for position, stage in enumerate(bound.stages):
+            before, after = bound.rows_at[position : position + 2]
+            if stage.parts is not None:
+                of_one = Copies.sizes(int(sum(before)), int(sum(after)), stage.parts)
+                # Each chunk's `row_starts` have one more than it has rows.
+                sizes[position] = sum(of_one) + bound.num_chunks - 1
+            elif stage.segments is not None and not stage.segments.is_slice:
+                sizes[position] = int(sum(before))
+        self._copies: dict[int, list[Copies]] = {}
+        self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.memory: torch.Tensor | None = None
+        if sizes:
+            self.memory = torch.empty(sum(sizes.values()), dtype=torch.int64, device=device)
+            pieces = self.memory.split_with_sizes(list(sizes.values()))
+            self._pieces = dict(zip(sizes, pieces, strict=True))
+
+    def copies(self, position: int) -> list[Copies]:
+        """[C] copies that the `Duplicate` at `position` makes; dispatch writes them."""
+        if position not in self._copies:
+            bound = self._bound
+            parts = bound.stages[position].parts
+            assert parts is not None, f"nothing is copied at {position}"
+            before, after = bound.rows_at[position : position + 2]
+            sizes = [
+                Copies.sizes(int(rows), int(copies), parts)
+                for rows, copies in zip(before, after, strict=True)
+            ]
+            views = iter(self._pieces[position].split_with_sizes([*chain.from_iterable(sizes)]))
+            self._copies[position] = [Copies(*islice(views, len(of_chunk))) for of_chunk in sizes]
+        return self._copies[position]
+
+    def rows(self, position: int, segments: Segments) -> tuple[torch.Tensor, ...]:
+        """[C][rows of the chunk] where the `Permute` at `position` takes or puts them."""
+        if position not in self._rows:
+            self._rows[position] = _row_indices(segments, self._pieces[position])
+        return self._rows[position]
+
+
+def _row_indices(segments: Segments, into: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Row numbers of every chunk from its runs; one copy to the device, and no sync.
+
+    [C, N] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
+    """
+    device, total = into.device, len(into)
+    lengths = segments.lengths.ravel()
+    # A row is its run's start plus its distance from the run's first row in the result.
+    shifts = segments.starts.ravel() - (np.cumsum(lengths) - lengths)
+    runs = torch.from_numpy(np.stack([shifts, lengths]))
+    if device.type == "cuda":
+        # torch keeps pinned memory for the next micro-batch, once the copy has been made.
+        runs = runs.pin_memory().to(device, non_blocking=True)
+    shift_of_row = torch.repeat_interleave(runs[0], runs[1], output_size=total)
+    torch.add(torch.arange(total, device=device), shift_of_row, out=into)
+    return into.split(segments.lengths.sum(axis=1).tolist())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,7 +5,7 @@ import math
 import pytest
 from clusters import LAUNCH, link
 
-from monta_megatron.planner.calibration.fitting import fit
+from monta_megatron.calibration.fitting import fit
 from monta_megatron.planner.cluster import Cluster, Contention
 from monta_megatron.planner.cluster_file import scaled, with_inter_rate
 from monta_megatron.planner.curves import Curve

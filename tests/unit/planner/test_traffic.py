@@ -7,8 +7,9 @@ import pytest
 from clusters import preset, shape_of
 from counted_routing import CountedRouting
 
+from monta_megatron.calibration.points import bytes_per_row
+from monta_megatron.calibration.tasks import HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
 from monta_megatron.chains import CHAINS, BoundChain
-from monta_megatron.chains.calibration_tasks import HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
 from monta_megatron.chains.program import (
     COMBINE,
     DISPATCH,
@@ -19,7 +20,6 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.core import Shape
 from monta_megatron.planner import traffic as program_traffic
-from monta_megatron.planner.calibration.points import bytes_per_row
 from monta_megatron.planner.chain_price import peak_bytes, price_chain
 from monta_megatron.planner.plan import sent_bytes
 from monta_megatron.planner.shape import bind_expected, lower_expected

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from megatron.core.transformer.moe import moe_utils
 
-from monta_megatron.chains.calibration_tasks import NUM_EXPERTS, TOPK, Point
-from monta_megatron.exchange.calibration.memory_operations import routing_map, rows_of
+from monta_megatron.calibration.memory_operations import routing_map, rows_of
+from monta_megatron.calibration.tasks import NUM_EXPERTS, TOPK, Point
 
 
 def permute(point: Point, device: torch.device) -> Callable[[], object]:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from monta_megatron.chains.calibration_tasks import Sample
+from monta_megatron.calibration.tasks import Sample
 from monta_megatron.common.files import add_json_line, read_json_lines
 
 

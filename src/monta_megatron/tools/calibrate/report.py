@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from monta_megatron.calibration.points import SIZE_FACTOR
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted, size_text
-from monta_megatron.planner.calibration.points import SIZE_FACTOR
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import dump_measured

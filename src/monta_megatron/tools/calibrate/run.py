@@ -11,14 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains.calibration_tasks import HOST_WORK, Point, Sample, Task
+from monta_megatron.calibration.fitting import Machine, make_cluster
+from monta_megatron.calibration.operations import COLD_BYTES, starts_of
+from monta_megatron.calibration.points import (
+    NUM_SIZES,
+    Shape,
+    all_points,
+    choose_pairs,
+    series_of_cluster,
+)
+from monta_megatron.calibration.tasks import HOST_WORK, Point, Sample, Task
+from monta_megatron.calibration.timer import MAX_ROUNDS, RUN_US, Timer
 from monta_megatron.chains.program import Resource
 from monta_megatron.common.nodes import node_here
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.exchange.calibration.operations import COLD_BYTES, starts_of
-from monta_megatron.exchange.calibration.timer import MAX_ROUNDS, RUN_US, Timer
 from monta_megatron.exchange.collectives import (
     PeerGroup,
     find_nodes,
@@ -26,14 +34,6 @@ from monta_megatron.exchange.collectives import (
     new_local_group,
 )
 from monta_megatron.exchange.kernel_choice import are_all_fused
-from monta_megatron.planner.calibration.fitting import Machine, make_cluster
-from monta_megatron.planner.calibration.points import (
-    NUM_SIZES,
-    Shape,
-    all_points,
-    choose_pairs,
-    series_of_cluster,
-)
 from monta_megatron.tools.calibrate.interfaces import SYS, count_interfaces, nics_of_nodes
 from monta_megatron.tools.calibrate.machine import (
     counts_to_host_us,

@@ -8,16 +8,16 @@ from functools import partial
 
 import torch
 
-from monta_megatron.chains.calibration_tasks import NUM_COPIES, Point
-from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.exchange.buffers import Columns, MessageFormat
-from monta_megatron.exchange.calibration.memory_operations import (
+from monta_megatron.calibration.memory_operations import (
     Prepare,
     drawn_lists,
     lists,
     rows_of,
     rows_with_lists,
 )
+from monta_megatron.calibration.tasks import NUM_COPIES, Point
+from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of

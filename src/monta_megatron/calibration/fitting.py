@@ -8,7 +8,8 @@ from typing import cast
 
 import numpy as np
 
-from monta_megatron.chains.calibration_tasks import (
+from monta_megatron.calibration.points import BYTES_PER_ROW
+from monta_megatron.calibration.tasks import (
     COUNTS,
     HIDDEN_ROW_BYTES,
     NUM_PASS_CHUNKS,
@@ -31,7 +32,6 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.common.units import Rate, counted
-from monta_megatron.planner.calibration.points import BYTES_PER_ROW
 from monta_megatron.planner.cluster import Cluster, Contention, NodeSizes
 from monta_megatron.planner.curves import FINDS, Curve, Fit, HostCosts, Operation
 from monta_megatron.planner.traffic import Around, num_host_operations

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from monta_megatron.chains.calibration_tasks import (
+from monta_megatron.calibration.tasks import (
     HIDDEN_ROW_BYTES,
     MESSAGE_ROW_BYTES,
     NUM_COPIES,

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import torch
 
-from monta_megatron.chains import calibration_tasks as tasks
-from monta_megatron.chains.calibration_tasks import NUM_COPIES, NUM_EXPERTS, TOPK, Point
+from monta_megatron.calibration import tasks
+from monta_megatron.calibration.tasks import NUM_COPIES, NUM_EXPERTS, TOPK, Point
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.buffers import MessageFormat
 from monta_megatron.exchange.copies import Copies, Parts, find_copies, put_rows

@@ -13,18 +13,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains import CHAINS, Counts
-from monta_megatron.chains import calibration_tasks as tasks
-from monta_megatron.chains.calibration_tasks import NUM_EXPERTS, Point, Task
-from monta_megatron.chains.chain import NUM_BLOCKS
-from monta_megatron.chains.program import Resource
-from monta_megatron.core import Layout
-from monta_megatron.exchange.calibration.memory_operations import (
+from monta_megatron.calibration import tasks
+from monta_megatron.calibration.memory_operations import (
     IN_MEMORY,
     Prepare,
     count,
     routing_map,
 )
+from monta_megatron.calibration.tasks import NUM_EXPERTS, Point, Task
+from monta_megatron.chains import CHAINS, Counts
+from monta_megatron.chains.chain import NUM_BLOCKS
+from monta_megatron.chains.program import Resource
+from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
 from monta_megatron.exchange.counts import CountTable
 from monta_megatron.exchange.exchange import Exchange
@@ -68,7 +68,7 @@ def starts_of(
     layout = Layout(ep=len(nodes), etp=1, num_local_experts=experts, rank=0, nodes=nodes)
     table, in_memory = _count_table(layout, "auto" if fused else "torch"), IN_MEMORY
     if fused:
-        from monta_megatron.exchange.calibration.fused_operations import IN_MEMORY as in_memory
+        from monta_megatron.calibration.fused_operations import IN_MEMORY as in_memory
     prepared: dict[str, Prepare] = {**in_memory, "count": partial(count, table=table), **more}
 
     @cache

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains.calibration_tasks import HostWork, Pair, Point, Repeated, Sample, Task
-from monta_megatron.exchange.calibration.operations import Start
+from monta_megatron.calibration.operations import Start
+from monta_megatron.calibration.tasks import HostWork, Pair, Point, Repeated, Sample, Task
 
 MAX_ROUNDS = 60
 # The time that a run should take; shorter tasks are repeated within it.

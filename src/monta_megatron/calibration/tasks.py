@@ -151,7 +151,7 @@ class Sample:
 
     Attributes:
         task: its name.
-        us: from the start to the result; see `exchange.calibration.timer` for shared cores.
+        us: from the start to the result; see `calibration.timer` for shared cores.
         launch_us: the part of it until the host was free again.
     """
 

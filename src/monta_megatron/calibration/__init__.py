@@ -1,0 +1,1 @@
+"""Calibration: operations to time, their timer, and the fit of cost curves."""
