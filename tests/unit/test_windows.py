@@ -48,7 +48,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChoice]:
     group: Any = SimpleNamespace()
     for name in ("first", "second"):
         auto._shared[name,] = auto.AutoChoice(
-            planner, TUNE_STEPS, False, {"shape": name}, group, lambda *_: True
+            planner, TUNE_STEPS, False, {"shape": name}, group, False
         )
     return auto.choosers()
 
