@@ -60,7 +60,7 @@ def layers_of(case: Case, num_chunks: int) -> dict[str, Any]:
     layers = {"stock alltoall": build_layer(case, "alltoall")}
     options = {"moe_monta_ranks_per_node": 2} | case.options
     plainest = dataclasses.replace(case, options=options | {"moe_monta_chain": "alltoall"})
-    layout = build_layer(plainest, "monta").token_dispatcher.layout
+    layout = build_layer(plainest, "monta").token_dispatcher.setup.layout
     pads = case.config.get("moe_pad_expert_input_to_capacity", False)
     for name, chain in CHAINS.items():
         if chain.incompatibility(layout) is None and not (pads and chain.rows == "tokens"):

@@ -10,7 +10,7 @@ them.
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -300,6 +300,7 @@ def check(case: Case) -> list[str]:
         with exchanges.uninitialised_memory_is_nan():
             with contextlib.ExitStack() as stack:
                 if case.fused:
+                    dispatcher.setup = replace(dispatcher.setup, is_fused=True)
                     stack.enter_context(kernels_in_interpreter())
                 if case.is_patched:
                     stack.enter_context(rows_counted_from_the_map())
@@ -369,12 +370,11 @@ def kernels_in_interpreter() -> Iterator[None]:
     """Run Triton's kernels on the host, see `Pool`."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
     from monta_megatron.exchange import counts
-    from monta_megatron.integration import dispatcher, first_use
+    from monta_megatron.integration import first_use
 
     with (
         mock.patch.object(counts, "is_fused", lambda *_: True),
-        mock.patch.object(dispatcher, "is_fused", lambda *_: True),
-        mock.patch.multiple(first_use, is_fused=lambda *_: True, NUM_TOKENS=16),
+        mock.patch.object(first_use, "NUM_TOKENS", 16),
     ):
         yield
 

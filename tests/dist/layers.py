@@ -765,7 +765,7 @@ def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any])
     """The nodes of a dispatcher's layout, where a variable tells each rank its own node."""
     with mock.patch.dict(os.environ, {variable: node_of_rank[dist.get_rank()]}):
         layer = build_layer(Case(), "monta", **options)
-    return layer.token_dispatcher.layout.nodes
+    return layer.token_dispatcher.setup.layout.nodes
 
 
 def reported(case: Case) -> list[str]:
@@ -868,7 +868,7 @@ def rows_to_choose_from(case: Case, captures_permutation: bool) -> set[str]:
     """The kinds of rows sent by the chains that "auto" chooses from."""
     context = capturing_preprocess() if captures_permutation else contextlib.nullcontext()
     with context:
-        planner = build_layer(case, "monta").token_dispatcher.planner
+        planner = build_layer(case, "monta").token_dispatcher.setup.planner
     return {chain.rows for chain in planner.chains}
 
 
@@ -902,7 +902,7 @@ def second_derivative(case: Case, num_chunks: int) -> str:
 
 def lookup_us(case: Case) -> float:
     """The least time of a choice that was made before."""
-    planner = build_layer(case, "monta").token_dispatcher.planner
+    planner = build_layer(case, "monta").token_dispatcher.setup.planner
     return 1e6 * min(timeit.repeat(lambda: planner.pick(4096), number=100, repeat=20)) / 100
 
 

@@ -75,14 +75,17 @@ DEARER = replace(
 )
 NAMED = {"moe_monta_chain": "hierarchical_allgather"}
 TWO = NAMED | {"moe_monta_ranks_per_node": 2}
-PER_NODE = AUTO["moe_monta_cluster"].ranks_per_node
 
 
 @pytest.mark.parametrize(
     ("common", "other", "message"),
     [
-        (FIXED, {"options": {"moe_monta_num_chunks": 3}}, "num_chunks: 4 and 3"),
-        (FIXED, {"options": {"moe_monta_chain": "auto"}}, "chain: alltoall_allgather and auto"),
+        (FIXED, {"options": {"moe_monta_num_chunks": 3}}, "moe_monta_num_chunks: 4 and 3"),
+        (
+            FIXED,
+            {"options": {"moe_monta_chain": "auto"}},
+            "moe_monta_chain: alltoall_allgather and auto",
+        ),
         (AUTO, {"options": {"moe_monta_tune_steps": 6}}, "moe_monta_tune_steps: 24 and 6"),
         (AUTO, {"options": {"moe_monta_cluster": DEARER}}, "hash of the costs: "),
         *(
@@ -91,23 +94,15 @@ PER_NODE = AUTO["moe_monta_cluster"].ranks_per_node
             for other, message in (
                 ({"hidden": 32}, "hidden_size: 16 and 32"),
                 ({"topk": 3}, "moe_router_topk: 2 and 3"),
-                ({"dtype": "bfloat16"}, "value_bytes: 4 and 2"),
+                ({"dtype": "bfloat16"}, "params_dtype: torch.float32 and torch.bfloat16"),
             )
         ),
-        (TWO, {"options": {"moe_monta_ranks_per_node": 1}}, "ranks_per_node: 2 and 1"),
+        (TWO, {"options": {"moe_monta_ranks_per_node": 1}}, "moe_monta_ranks_per_node: 2 and 1"),
         # One that goes by its host, among others that have the option.
-        (TWO, {"options": {"moe_monta_ranks_per_node": None}}, "ranks_per_node: 2 and None"),
-        # The same nodes, but only a rank with the cluster file would end if the hosts were dealt
-        # out.
         (
-            NAMED | {"moe_monta_ranks_per_node": PER_NODE},
-            {
-                "options": {
-                    "moe_monta_ranks_per_node": None,
-                    "moe_monta_cluster": AUTO["moe_monta_cluster"],
-                }
-            },
-            "the cluster of ranks_per_node: None and ",
+            TWO,
+            {"options": {"moe_monta_ranks_per_node": None}},
+            "moe_monta_ranks_per_node: 2 and None",
         ),
     ],
 )
@@ -131,7 +126,7 @@ def test_ranks_with_other_communicator_settings_are_told(pools: Pools) -> None:
 def test_ranks_that_come_to_differ_are_told_before_they_exchange(pools: Pools) -> None:
     case = Case(options={"moe_monta_chain": "alltoall_dedup"})
     for error in pools[4].run(error_of, disagree_later, case, 2):
-        assert "ranks 0 and 2 differ in num_chunks: 2 and 3" in error
+        assert "ranks 0 and 2 differ in moe_monta_num_chunks: 2 and 3" in error
 
 
 def test_padded_to_capacity_all_ranks_choose_for_as_many_tokens(pools: Pools) -> None:

@@ -13,7 +13,7 @@ from conventions import Call, follows_the_map, pads_for_quantization, pads_to_ca
 from layers import Case, replay_cuda_graph_attributes
 from pool import Pools
 
-from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+from monta_megatron.integration.dispatcher import MicroBatch, MontaTokenDispatcher
 
 # (tp, ep, etp) and how many dispatchers run there: stock's, and a chain each.
 LAYOUTS = {
@@ -104,10 +104,11 @@ def test_a_captured_permutation_has_fewer(pools: Pools, chain: str) -> None:
         pools[4].run(replay_cuda_graph_attributes, Case(routing=routing, options=options), 1)
 
 
-def permuted(fused: bool, num_out_tokens: int) -> SimpleNamespace:
+def permuted(fused: bool, num_source_rows: int) -> SimpleNamespace:
     """A dispatcher in the middle of a micro-batch of 12 tokens, of which 24 rows were permuted."""
+    exchange: Any = SimpleNamespace(bound=SimpleNamespace(num_source_rows=num_source_rows))
     return SimpleNamespace(
-        num_out_tokens=num_out_tokens,
+        micro_batch=MicroBatch(choice=None, exchanges=[exchange]),
         config=SimpleNamespace(moe_permute_fusion=fused),
         reversed_local_input_permutation_mapping=torch.zeros(12, 9),
     )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from monta_megatron.integration import dispatcher
+from monta_megatron.integration import dispatcher, layer_setup
 from monta_megatron.integration.auto import AutoChoice
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "quickstart"))
@@ -58,12 +58,13 @@ def note_choices() -> None:
 
 def choose_by_layer() -> None:
     """Let every other layer choose as if it had another shape."""
-    chooser_of, numbers = dispatcher.chooser_of, count()
+    agreed_planner, numbers = layer_setup.agreed_planner, count()
 
-    def of_its_own(planner: Any, steps: int, by_counts: bool, rule: Any, *more: Any) -> Any:
-        return chooser_of(planner, steps, by_counts, rule | {"shape": next(numbers) % 2}, *more)
+    def of_its_own(*args: Any) -> Any:
+        planner, rule = agreed_planner(*args)
+        return planner, rule | {"shape": next(numbers) % 2}
 
-    dispatcher.chooser_of = of_its_own
+    layer_setup.agreed_planner = of_its_own
 
 
 def freeze(model: list[torch.nn.Module], kind: str | None) -> list[torch.nn.Module]:
@@ -106,7 +107,7 @@ def main() -> None:
                 "steps": [window.first, window.end],
                 "candidates": [choice.name for choice in window.candidates],
                 "best": window.best and window.best.name,
-                "turns": [[turn.kind[0], turn.us] for turn in window.turns.values()],
+                "turns": [[turn.kind[0], turn.us] for turn in window.trials.values()],
             }
         )
     record.with_name(f"turns_{dist.get_rank()}.json").write_text(json.dumps(document))

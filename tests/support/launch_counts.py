@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_device import FakeDevice
+from fake_device import HAS_TRITON, FakeDevice
 from fake_world import LAYOUTS, RANKS_PER_NODE, TOPK, exchanged_counts, megatron_groups
 from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,7 +32,7 @@ from monta_megatron import register
 from monta_megatron.chains.program import COMBINE_BACKWARD, DISPATCH_BACKWARD
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.executor import run
-from monta_megatron.integration import ranks
+from monta_megatron.integration import layer_setup
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 
 HIDDEN = 32
@@ -214,10 +214,12 @@ def make_dispatcher(
         **options,
     )
     groups = megatron_groups(layout)
-    alike = {"gather_objects": lambda value, group: [value] * group.size()}
+    alike: dict[str, Any] = {"gather_objects": lambda value, group: [value] * group.size()}
     collection = SimpleNamespace(ep=groups["ep"], expt_tp=groups["etp"], tp_ep=groups["tp_ep"])
     first, number = layout.first_expert, layout.num_local_experts
-    with mock.patch.multiple(ranks, **alike), mock.patch.multiple(ranks, **alike):
+    # As on GPUs.
+    alike["is_fused"] = lambda choice, _: HAS_TRITON and choice != "torch"
+    with mock.patch.multiple(layer_setup, **alike):
         return MontaTokenDispatcher(number, list(range(first, first + number)), config, collection)
 
 

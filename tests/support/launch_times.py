@@ -31,7 +31,6 @@ from monta_megatron.common import torch_private
 from monta_megatron.exchange import counts as count_table
 from monta_megatron.exchange import executor, operations, streams
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.integration import dispatcher
 
 WARM_UP = 2
 # From when the counts are on the host to when it starts the first collective of dispatch: nothing
@@ -174,10 +173,7 @@ def _no_device(is_fused: bool, times: _Times) -> Iterator[None]:
             mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
             mock.patch.object(executor, "streams_for", streams.CudaStreams),
             mock.patch.multiple(operations, **starts),
-            *(
-                mock.patch.object(module, "is_fused", lambda *_: is_fused)
-                for module in (dispatcher, count_table)
-            ),
+            mock.patch.object(count_table, "is_fused", lambda *_: is_fused),
             mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes),
         ):
             context.enter_context(patch)

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from monta_megatron.chains import CHAINS
 from monta_megatron.core import Layout
 from monta_megatron.integration import counts
-from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+from monta_megatron.integration.dispatcher import MicroBatch, MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import check_chain_runs, planner_for
 
@@ -75,10 +75,8 @@ def test_the_map_of_permute_is_kept_for_unpermute() -> None:
     tokens, inverse_map = torch.ones(3, 2), torch.zeros(2, 3, 1, dtype=torch.long)
     dispatcher = SimpleNamespace(
         config=SimpleNamespace(batch_invariant_mode=True, moe_permute_fusion=False),
-        _rows="permuted tokens",
-        micro_batch=SimpleNamespace(has_topk=False),
+        micro_batch=MicroBatch(choice=None, num_permuted=3),
         routing_map=torch.ones(3, 1, dtype=torch.bool),
-        num_out_tokens=3,
         drop_and_pad=False,
     )
     answer = (tokens, tokens[:, 0], torch.arange(3), inverse_map, None)

@@ -107,7 +107,7 @@ def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> 
     ):
         forward(made, routed, torch.float64)
     exchange = combine.call_args.args[0]
-    planned = planner_for(Options(), made.config, made.layout, permuted_only=False)
+    planned = planner_for(Options(), made.config, made.setup.layout, permuted_only=False)
     assert planned.shape is not None
     row = lower_expected(planned.shape, exchange.bound, COMBINE, "streams").program.row
     sum_dtype = torch.float64 if CHAINS[chain_name].rows == "permuted tokens" else torch.float32
@@ -130,7 +130,7 @@ def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: KernelChoice)
             moe_monta_cluster="h100_8x_ndr",
             moe_monta_kernels=kernels,
         )
-    choice, why = made.planner.pick(tokens)
+    choice, why = made.setup.planner.pick(tokens)
     model = replace(
         load_model("qwen3_235b_a22b"),
         hidden_size=HIDDEN,

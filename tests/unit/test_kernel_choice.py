@@ -123,7 +123,6 @@ def test_other_kernels_are_refused() -> None:
 
 @pytest.mark.parametrize(("choice", "expected"), [("auto", "fused"), ("torch", "streams")])
 def test_a_training_on_gpus_prices_what_it_runs(gpus: None, choice: str, expected: str) -> None:
-    """Ranks that differ in it would choose otherwise: it is part of what they agree on."""
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from test_choice import LAYOUT, config
 
@@ -137,4 +136,3 @@ def test_a_training_on_gpus_prices_what_it_runs(gpus: None, choice: str, expecte
     assert on_cpus.cluster is not None and on_gpus.cluster is not None
     assert on_cpus.cluster.policy == "streams"
     assert on_gpus.cluster.policy == expected
-    assert (on_gpus.agreed_config() == on_cpus.agreed_config()) == (choice == "torch")

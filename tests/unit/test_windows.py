@@ -9,10 +9,11 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
+from monta_megatron.chains import CHAINS
 from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange import iteration_clock
 from monta_megatron.integration import auto
-from monta_megatron.planner.choose import Planner, chains_for
+from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.cluster_file import uncalibrated
 from monta_megatron.planner.routing.expected import UniformRouting
 
@@ -39,7 +40,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChoice]:
     ranks["get_process_group_ranks"] = lambda _: [0, 1]
     monkeypatch.setattr(auto, "dist", SimpleNamespace(**ranks))
     planner = Planner(
-        chains=chains_for(LAYOUT),
+        chains=tuple(CHAINS.values()),
         num_chunks=(1, 2),
         shape=SHAPE,
         cluster=uncalibrated(LAYOUT, None),
@@ -47,7 +48,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChoice]:
     group: Any = SimpleNamespace()
     for name in ("first", "second"):
         auto._shared[name,] = auto.AutoChoice(
-            planner, TUNE_STEPS, False, {"shape": name}, group, lambda *_: True
+            planner, TUNE_STEPS, False, {"shape": name}, group, False
         )
     return auto.choosers()
 

@@ -73,10 +73,16 @@ class Unsupported(NamedTuple):
 
     Attributes:
         setting: a field of TransformerConfig.
-        is_set: whether a configuration asks for it.
         reason: why not, and what to do.
+        condition: holds for a configuration that asks for it; None if the field is true then.
     """
 
     setting: str
-    is_set: Callable[[Any], bool]
     reason: str
+    condition: Callable[[Any], bool] | None = None
+
+    def is_set(self, config: Any) -> bool:
+        """Whether a configuration asks for it."""
+        if self.condition is not None:
+            return self.condition(config)
+        return bool(getattr(config, self.setting, False))

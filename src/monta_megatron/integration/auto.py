@@ -12,7 +12,9 @@ Only at construction do ranks exchange anything else, so an exchange without a m
 that evaluates alone, holds nobody up.
 """
 
-import gc
+from collections import deque
+from functools import cached_property
+from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -26,38 +28,36 @@ from monta_megatron.core import Choice
 from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
-from monta_megatron.integration.ranks import Report, agree
-from monta_megatron.planner.choose import LATE, TURNS, Planner, Window, half_octave
+from monta_megatron.integration.ranks import agree, print_once
+from monta_megatron.planner.choose import LATE, TRIALS, Planner, Window, half_octave
 
 TIME_BITS = 31
 TICK_US = 10
 # From the first window to the second: early routing is untrained.
 STEPS_TO_SECOND = 1000
-# Iterations in a row that take so many times what the winner's turns took are worth a line.
-SLOWER, NUM_SLOWER = 1.3, 20
 
 
 class FixedChoice:
     """The choice that was given by options.
 
     Args:
-        choice: that runs; None where each micro-batch takes the planner's pick for its counts.
+        choice: that runs; None where it follows from the counts of a micro-batch.
         agreed_config: values that all ranks of the exchange agreed on at construction.
         group: the ranks of the exchange.
 
     Attributes:
-        choice: of this step; None where it follows from the counts of a micro-batch.
-        head: what this rank's exchanges of counts carry.
+        choice: of this step.
+        head: content of this rank's exchanges of counts.
     """
 
     def __init__(
         self, choice: Choice | None, agreed_config: dict[str, Any], group: dist.ProcessGroup
     ) -> None:
         self.choice, self.agreed_config, self.group = choice, agreed_config, group
-        self.head = self._head()
+        self._send(agreed_config)
 
     def received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
-        """Compare what the ranks say; returns the choice of a micro-batch, by its counts.
+        """Compare the heads of all ranks; returns the choice of a micro-batch, by its counts.
 
         Args:
             counts: of an exchange, which all ranks of the group have.
@@ -69,22 +69,13 @@ class FixedChoice:
         """
         if len(set((counts.heads >> TIME_BITS).tolist())) > 1:
             # They agreed at construction: one has other options since, or another step.
-            agree(self.agreed_now(), self.group)
+            agree(self._sent, self.group)
         return self._received(counts, is_training, device)
 
-    def agreed_now(self) -> dict[str, Any]:
-        """Values that all ranks of the exchange agree on in this step."""
-        return self.agreed_config
-
-    @property
-    def is_measuring(self) -> bool:
-        """Whether a window is open."""
-        return False
-
-    def _head(self, ticks: int = 0) -> int:
-        # Outside of a window a framework may step as it likes.
-        agreed = self.agreed_now() | ({} if self.is_measuring else {"step": None})
-        return (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
+    def _send(self, agreed: dict[str, Any], ticks: int = 0) -> None:
+        """Send values on which all ranks have to agree with the next exchanges of counts."""
+        self._sent = agreed
+        self.head = (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
 
     def _received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
         assert self.choice is not None, "given"
@@ -96,10 +87,10 @@ class AutoChoice(FixedChoice):
 
     Args:
         planner: proposes.
-        num_steps: length of a window; 0 where nothing takes turns.
+        num_steps: length of a window; 0 where candidates are not compared.
         by_counts: each micro-batch takes the planner's pick for its own counts.
         agreed_config, group: see `FixedChoice`.
-        report: prints a line, on the rank that reports for its pipeline stage.
+        reports: whether this rank reports for its pipeline stage.
 
     Attributes:
         step: the largest number of steps of an optimizer since construction; an optimizer that is
@@ -114,44 +105,34 @@ class AutoChoice(FixedChoice):
         by_counts: bool,
         agreed_config: dict[str, Any],
         group: dist.ProcessGroup,
-        report: Report,
+        reports: bool,
     ) -> None:
         self.planner, self.num_steps, self.by_counts = planner, num_steps, by_counts
-        self._report = report
+        self._reports = reports
         self.step = 0
         self.window: Window | None = None
-        self._first_step: int | None = None
-        self._winner: Choice | None = None
-        self._is_decided = False
+        # From this step on another window is due.
+        self._next_window = inf
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        # Of the training exchanges in this step.
-        self._num_exchanges = self._tokens = 0
-        # By step, number of its training exchanges and half octave of tokens.
-        self._kinds: dict[int, tuple[int, int]] = {}
-        # Most tokens in the last step that had any.
-        self._tokens_before = 0
-        self._num_exchanges_before = 0
+        # Of the training exchanges in this step; then most tokens in the last step that had any.
+        self._num_exchanges = self._tokens = self._tokens_before = 0
+        # Kinds of the steps before this one, the first of which has its time on all ranks.
+        self._kinds: deque[tuple[int, int] | None] = deque([None] * LATE, maxlen=LATE)
         # From the first training exchange, in the step or after an optimizer's, to an optimizer's.
         self._clock = IterationClock()
         self._ended: tuple[int, list[Segment]] | None = None
         # A step and its time.
         self._ticks = -1, 0
-        self._num_slower = 0
         self._busiest: float | None = None
-        self._announced: set[Choice | tuple[int, Choice]] = set()
+        self._announced: set[Choice] = set()
         # A group may be closed before its layers are gone.
         self._ranks = dist.get_process_group_ranks(group)
         self._is_first_rank = dist.get_group_rank(group, dist.get_rank()) == 0
         super().__init__(None, agreed_config, group)
 
-    def agreed_now(self) -> dict[str, Any]:
-        """See `FixedChoice`."""
-        choice = None if self.choice is None else self.choice.name
-        return {"step": self.step, **self.agreed_config, "choice": choice}
-
     @property
     def is_measuring(self) -> bool:
-        """See `FixedChoice`."""
+        """Whether a window is open."""
         return self.window is not None and self.window.is_open(self.step)
 
     def enter_step(self, optimizer: Any) -> None:
@@ -162,15 +143,13 @@ class AutoChoice(FixedChoice):
         self._steps[optimizer] = number
         if number <= self.step or self.by_counts:
             return
-        segments = self._clock.take()
+        segments, kind = self._clock.take(), None
         if self._num_exchanges:
-            self._ended = self.step, segments
-            self._kinds[self.step] = self._num_exchanges, half_octave(self._tokens)
+            kind = self._num_exchanges, half_octave(self._tokens)
+            self._ended, self._tokens_before = (self.step, segments), self._tokens
             if self.window is not None:
-                self.window.add(self.step, self._num_exchanges, self._tokens)
-            self._tokens_before = self._tokens
-        self._kinds.pop(self.step - LATE, None)
-        self._num_exchanges_before = self._num_exchanges
+                self.window.add(self.step, kind)
+        self._kinds.append(kind)
         self._num_exchanges = self._tokens = 0
         self.step = number
         self._choose()
@@ -182,14 +161,16 @@ class AutoChoice(FixedChoice):
                 self._begin(counts)
             self._num_exchanges += 1
             self._tokens = max(self._tokens, counts.max_tokens)
-            self._busiest = counts.busiest_over_mean or self._busiest
         return self.choice or self._pick(counts.max_tokens)
 
     def _begin(self, counts: ExchangeCounts) -> None:
-        """The first training exchange of a step: times arrive."""
+        """Take in the times that the first training exchange of a step brings."""
+        self._busiest = counts.busiest_over_mean or self._busiest
         times = counts.heads & (1 << TIME_BITS) - 1
-        if times.all():
-            self._time(self.step - LATE, int(times.max()) * TICK_US)
+        if self.window is not None and times.all():
+            us, kind = int(times.max()) * TICK_US, self._kinds[0]
+            if line := self.window.add_time(self.step - LATE, us, kind):
+                self._report(line)
         # The device has done that step: the host has waited for counts after it.
         if self._ended is not None:
             step, segments = self._ended
@@ -207,90 +188,53 @@ class AutoChoice(FixedChoice):
         still exist on some ranks.
         """
         return any(
-            other.is_measuring and other._num_exchanges + other._num_exchanges_before > 0
+            other.is_measuring and (other._num_exchanges or other._kinds[-1])
             for other in choosers()
             if other.group is self.group and other is not self
         )
 
-    def _time(self, step: int, us: int) -> None:
-        """The longest iteration of any rank in a step is known."""
-        window = self.window
-        if window is None:
-            return
-        if step in window.turns:
-            window.turns[step].us = us
-        elif self._winner is not None and self._kinds.get(step) == window.kind:
-            measured_us = window.measured_us[self._winner]
-            self._num_slower = self._num_slower + 1 if us > SLOWER * measured_us else 0
-            if self._num_slower == NUM_SLOWER:
-                self._report(
-                    f"auto: {NUM_SLOWER} iterations in a row took {SLOWER} times as long as "
-                    f"{self._winner.name} did in its turns, {us / 1e3:,.1f} ms instead of "
-                    f"{measured_us / 1e3:,.1f}"
-                )
-
-    def _open(self, tokens: int) -> Window:
+    def _open(self, tokens: int) -> None:
         """Open a window; candidates are proposed for so many tokens."""
         candidates, num_steps = dict[Choice, float](), self.num_steps
         if num_steps:
-            candidates = self.planner.candidates(tokens, num_steps // TURNS)
+            candidates = self.planner.candidates(tokens, num_steps // TRIALS)
             if len(candidates) < 2:
                 num_steps = 0
                 self._report(f"{self._where}: no turns, plain alltoall is the only candidate")
-        self.window = window = Window(
-            candidates=candidates,
-            first=self.step,
-            num_steps=num_steps,
-            tokens=half_octave(tokens),
-            ran=set() if self.window is None else self.window.ran,
-        )
+        is_first, ran = self.window is None, set() if self.window is None else self.window.ran
+        self.window = Window(candidates=candidates, first=self.step, num_steps=num_steps, ran=ran)
+        self._next_window = self.step + STEPS_TO_SECOND if is_first and self.num_steps else inf
         self._tokens_before = tokens
-        self._winner, self._is_decided, self._num_slower = None, False, 0
-        if self._first_step is None:
-            self._first_step = self.step
         if num_steps:
             pick, why = self.planner.pick(tokens)
             self._report(
                 f"{self._where}: {counted(len(candidates), 'candidate')} take turns in steps "
-                f"{self.step} to {window.end - 1}; the planner's pick is {pick.name}: {why}"
+                f"{self.step} to {self.window.end - 1}; the planner's pick is {pick.name}: {why}"
             )
-        return window
 
     def _choose(self) -> None:
         """Choose for the step that begins, or in which a window has opened."""
-        window = self.window
-        if window is None:
+        if self.window is None:
             return
-        assert self._first_step is not None, "a window was opened"
-        is_second_due = (
-            self.num_steps > 0
-            and self.step >= self._first_step + STEPS_TO_SECOND
-            and window.first == self._first_step
-        )
-        if is_second_due and not self.is_measuring and not self._others_measure:
-            window = self._open(self._tokens_before)
+        # Each exchange has its own.
+        has_result = self.window.num_steps > 0 and self.step == self.window.end + LATE
+        if has_result and self._is_first_rank:
+            print_once(self._result(self.window))
+        if self.step >= self._next_window and not self.is_measuring and not self._others_measure:
+            self._open(self._tokens_before)
+        window, tokens = self.window, half_octave(self._tokens_before)
         self.choice = window.candidate(self.step)
         if self.choice is None:
-            self.choice = self._after_turns(window)
-        elif self.choice not in window.ran | self._announced:
+            # The experts are not split where measured iterations have shown that this loses.
+            splits_experts = window.best is None or window.best.splits_experts
+            self.choice = window.winner(tokens) or self._pick(tokens, splits_experts)
+        elif self.choice not in self._announced:
             self._announced.add(self.choice)
             self._report(f"auto: step {self.step} is the first with {self.choice.name}")
         step, ticks = self._ticks
-        self.head = self._head(ticks if step == self.step - LATE else 0)
-
-    def _after_turns(self, window: Window) -> Choice:
-        if window.num_steps and not self._is_decided:
-            self._winner = window.best
-            if not self.is_measuring:
-                self._is_decided = True
-                # Each exchange has its own.
-                Report(self._is_first_rank)(self._result(window))
-        tokens = half_octave(self._tokens_before)
-        measured = window.tokens if window.kind is None else window.kind[1]
-        is_near = measured <= 2 * tokens <= 4 * measured
-        if self._winner is None:
-            return self._pick(tokens)
-        return self._winner if is_near else self._pick(tokens, self._winner.splits_experts)
+        # Outside of a window a framework may step as it likes.
+        of_step = {"step": self.step if self.is_measuring else None, "choice": self.choice.name}
+        self._send(of_step | self.agreed_config, ticks if step == self.step - LATE else 0)
 
     def _result(self, window: Window) -> str:
         """The result of a window as one line."""
@@ -300,20 +244,16 @@ class AutoChoice(FixedChoice):
         return f"{line}; the busiest rank receives {self._busiest:.2f} times the mean"
 
     def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
-        """The planner's pick, said once.
-
-        Args:
-            tokens: of a rank at most.
-            splits_experts: False where turns have shown that splitting loses.
-        """
+        """The planner's pick for at most so many tokens of a rank, which is reported."""
         choice, why = self.planner.pick(tokens, splits_experts)
-        key = half_octave(tokens), choice
-        if key not in self._announced:
-            self._announced.add(key)
-            self._report(f"{self._where}: {choice.name}, {why}")
+        self._report(f"{self._where}: {choice.name}, {why}")
         return choice
 
-    @property
+    def _report(self, line: str) -> None:
+        if self._reports:
+            print_once(line)
+
+    @cached_property
     def _where(self) -> str:
         assert self.planner.shape is not None, "priced"
         layout = self.planner.shape.layout
@@ -326,34 +266,19 @@ _shared: WeakValueDictionary[tuple[Any, ...], AutoChoice] = WeakValueDictionary(
 
 
 def choosers() -> list[AutoChoice]:
-    """Every live `AutoChoice` of this process."""
+    """Every `AutoChoice` that layers of this process share."""
     return list(_shared.values())
 
 
-def chooser_of(
-    planner: Planner,
-    num_steps: int,
-    by_counts: bool,
-    agreed_config: dict[str, Any],
-    group: dist.ProcessGroup,
-    report: Report,
-) -> FixedChoice:
-    """The choice of a layer: its own where it is given, else shared by layers of a shape.
+def choice_of(group: dist.ProcessGroup, agreed_config: dict[str, Any]) -> AutoChoice | None:
+    """The choice that layers of this process share, if there is one."""
+    return _shared.get((group, hash_of(agreed_config)))
 
-    Args:
-        planner, num_steps, by_counts, agreed_config, group, report: see `AutoChoice`.
-    """
-    if planner.fixed is not None:
-        return FixedChoice(planner.fixed, agreed_config, group)
+
+def share(chooser: AutoChoice) -> AutoChoice:
+    """Let layers share a choice, in place of one before."""
     call_at_steps(_enter_step)
-    if any(each.step or each.window for each in choosers() if each.group is group):
-        # A model that was dropped may be gone on some ranks only; then all begin anew.
-        gc.collect()
-    key = group, hash_of(agreed_config), by_counts
-    chooser = _shared.get(key)
-    if chooser is None:
-        chooser = AutoChoice(planner, num_steps, by_counts, agreed_config, group, report)
-        _shared[key] = chooser
+    _shared[chooser.group, hash_of(chooser.agreed_config)] = chooser
     return chooser
 
 

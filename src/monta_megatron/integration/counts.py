@@ -8,7 +8,6 @@ Notation: T = tokens of this rank, E = experts, K = integers that this rank need
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_tensor_to_cpu
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains import Counts
 from monta_megatron.core import Layout
@@ -27,40 +27,36 @@ class CountExchange:
     """Counts of all ranks of the group, from which every split follows."""
 
     count_table: CountTable
-    config: Any
+    topk: int
     group: dist.ProcessGroup
     chain_name: str
     _copy: torch.Tensor | None = None
     _copied: torch.cuda.Event | None = None
 
     def exchange(
-        self, routing_map: torch.Tensor, head: int, received_rows: int
-    ) -> tuple[torch.Tensor | None, int | None]:
-        """Exchange counts: [T, E] bool -> [K] int32 on its device, with no sync.
+        self, routing_map_TE: torch.Tensor, head: int = 0, received_rows: int = 0
+    ) -> tuple[torch.Tensor, int]:
+        """Exchange counts, with no sync.
 
         Args:
-            routing_map: that is counted.
+            routing_map_TE: [T, E] bool.
             head, received_rows: see `CountTable.count`.
 
         Returns:
-            The counts, and the number of permuted tokens: that of a map with top-k experts for
-            each token, or None if only the counts tell it.
+            The counts [K] int32 on the map's device, and the number of permuted tokens in a map
+            with top-k experts of each token.
         """
-        messages, sent = self.count_table.count(routing_map, head, received_rows)
+        messages, sent = self.count_table.count(routing_map_TE, head, received_rows)
         received = torch.empty_like(messages)
         with self._named():
             dist.all_to_all_single(received, messages, group=self.group)
-        counts = self.count_table.join(received, sent)
-        is_dropless = self.config.moe_expert_capacity_factor is None
-        if is_dropless and not self.config.moe_router_padding_for_quantization:
-            return counts, len(routing_map) * self.config.moe_router_topk
-        return counts, None
+        return self.count_table.join(received, sent), len(routing_map_TE) * self.topk
 
-    def copy_to_host(self, counts: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
+    def copy_to_host(self, counts_K: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
         """Start to copy the result of `exchange`, the only tensor that goes to the host."""
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
-            self._copy = maybe_move_tensor_to_cpu(counts, record_stream=True)
+            self._copy = maybe_move_tensor_to_cpu(counts_K, record_stream=True)
         self._copied = side_stream.record_event()
 
     def read(self) -> ExchangeCounts:
@@ -71,8 +67,7 @@ class CountExchange:
         return self.count_table.read(self._copy.numpy())
 
     def _named(self) -> AbstractContextManager[None]:
-        what = f"dispatch: chain {self.chain_name}, exchange of counts"
-        return naming_failure(what, self.group)
+        return naming_failure(f"dispatch: chain {self.chain_name}, exchange of counts", self.group)
 
 
 @dataclass(kw_only=True)
@@ -80,14 +75,14 @@ class CapacityCounts:
     """The counts where every expert takes `capacity` rows from every rank: none are exchanged."""
 
     layout: Layout
-    config: Any
+    config: TransformerConfig
     capacity: int = 0
 
     def exchange(
-        self, routing_map: torch.Tensor, head: int, received_rows: int
-    ) -> tuple[torch.Tensor | None, int | None]:
-        """Find the capacity, by [T, E]; returns None, and the number of permuted tokens."""
-        num_tokens, num_experts = routing_map.shape
+        self, routing_map_TE: torch.Tensor, head: int, received_rows: int
+    ) -> tuple[None, int]:
+        """Find the capacity; returns no counts, and the number of permuted tokens."""
+        num_tokens, num_experts = routing_map_TE.shape
         self.capacity = get_capacity(
             num_tokens=num_tokens * self.config.moe_router_topk,
             num_experts=num_experts,
@@ -95,7 +90,7 @@ class CapacityCounts:
         )
         return None, self.capacity * num_experts
 
-    def copy_to_host(self, counts: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
+    def copy_to_host(self, counts_K: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
         """Do nothing: the capacity is on the host."""
 
     def read(self) -> ExchangeCounts:
@@ -116,6 +111,16 @@ class CapacityCounts:
         )
 
 
+def padded(routing_map_TE: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """The map that is counted, padded where Megatron pads it: [T, E]."""
+    if not config.moe_router_padding_for_quantization:
+        return routing_map_TE
+    is_fused = stock.is_experimental_enabled() and config.moe_permute_fusion
+    pad = stock.fused_pad_routing_map if is_fused else stock.pad_routing_map
+    result: torch.Tensor = pad(routing_map_TE, stock.get_align_size_for_quantization(config))
+    return result
+
+
 def are_patched() -> bool:
     """Whether a framework has replaced stock's `preprocess`.
 
@@ -132,6 +137,6 @@ def are_patched() -> bool:
 KNOWS_ORDER = hasattr(moe_utils, "is_batch_invariant_mode_enabled")
 
 
-def demands_order(config: Any) -> bool:
+def demands_order(config: TransformerConfig) -> bool:
     """Whether Megatron adds a token's rows in the order of its batch-invariant mode."""
     return bool(getattr(config, "batch_invariant_mode", False)) and KNOWS_ORDER

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.common.rules import Unsupported
 from monta_megatron.exchange.pipeline import Experts
 
@@ -99,102 +98,65 @@ def _gathers_experts(config: Any) -> bool:
 UNSUPPORTED_WITH_OVERLAP = (
     Unsupported(
         "overlap_moe_expert_parallel_comm",
-        lambda config: getattr(config, "overlap_moe_expert_parallel_comm", False),
         "Megatron's schedule hides the exchange behind another micro-batch, and needs dispatch, "
         "experts and combine apart",
     ),
     Unsupported(
         "delay_wgrad_compute",
-        lambda config: getattr(config, "delay_wgrad_compute", False),
         "the weight gradients of one call of the experts are delayed, not those of every chunk",
     ),
     Unsupported(
         "fp8_recipe",
-        lambda config: bool(getattr(config, "fp8", None)) and config.fp8_recipe == "delayed",
         "delayed scaling would take every chunk for a micro-batch; take another recipe",
+        lambda config: bool(getattr(config, "fp8", None)) and config.fp8_recipe == "delayed",
     ),
     Unsupported(
         "gradient_accumulation_fusion with fp8 or fp4",
+        "where weights are quantized once for all micro-batches, the weight gradients of a first "
+        "chunk overwrite those of the others; give --no-gradient-accumulation-fusion",
         lambda config: (
             getattr(config, "gradient_accumulation_fusion", False)
             and any(getattr(config, name, None) for name in _QUANTIZES)
             and not getattr(config, "disable_parameter_transpose_cache", False)
         ),
-        "where weights are quantized once for all micro-batches, the weight gradients of a first "
-        "chunk overwrite those of the others; give --no-gradient-accumulation-fusion",
     ),
     Unsupported(
         "moe_router_padding_for_quantization",
+        "it aligns the rows of a micro-batch, not those of a chunk; leave it out, and the experts "
+        "pad what they get",
         lambda config: any(
             getattr(config, f"moe_router_padding_for_{what}", False)
             for what in ("quantization", "fp8")
         ),
-        "it aligns the rows of a micro-batch, not those of a chunk; leave it out, and the experts "
-        "pad what they get",
     ),
-    Unsupported(
-        "use_megatron_fsdp",
-        lambda config: getattr(config, "use_megatron_fsdp", False),
-        _FREES_WEIGHTS,
-    ),
+    Unsupported("use_megatron_fsdp", _FREES_WEIGHTS),
+    Unsupported("use_torch_fsdp2", _FREES_WEIGHTS),
     Unsupported(
         "expert_gtp_weight_remat_size",
-        _gathers_experts,
         "ranks gather an expert's weights in each call together, but may have other numbers of "
         "chunks, and would wait for each other for ever",
+        _gathers_experts,
     ),
     Unsupported(
         "moe_use_grouped_tensor",
-        lambda config: getattr(config, "moe_use_grouped_tensor", False),
         "every chunk would be padded to 256 rows for each expert, which neither the planner's "
         "prices nor its memory count",
     ),
     Unsupported(
-        "use_torch_fsdp2", lambda config: getattr(config, "use_torch_fsdp2", False), _FREES_WEIGHTS
-    ),
-    Unsupported(
         "offload_modules",
+        "offloading of the experts' activations expects one call of them in a micro-batch; leave "
+        f"out {', '.join(sorted(_EXPERT_MODULES))}",
         lambda config: (
             getattr(config, "fine_grained_activation_offloading", False)
             and not _EXPERT_MODULES.isdisjoint(config.offload_modules or ())
         ),
-        "offloading of the experts' activations expects one call of them in a micro-batch; leave "
-        f"out {', '.join(sorted(_EXPERT_MODULES))}",
     ),
     Unsupported(
-        "cpu_offloading",
-        lambda config: getattr(config, "cpu_offloading", False),
-        "offloading of a whole layer's activations has not been tested with it",
+        "cpu_offloading", "offloading of a whole layer's activations has not been tested with it"
     ),
-    Unsupported(
-        "moe_paged_stash",
-        lambda config: getattr(config, "moe_paged_stash", False),
-        "the stash expects one call of the experts in a micro-batch",
-    ),
-    Unsupported(
-        "moe_ncclep_zero_copy",
-        lambda config: getattr(config, "moe_ncclep_zero_copy", False),
-        "the experts would write all chunks into one buffer",
-    ),
+    Unsupported("moe_paged_stash", "the stash expects one call of the experts in a micro-batch"),
+    Unsupported("moe_ncclep_zero_copy", "the experts would write all chunks into one buffer"),
 )
-
-
-def check_options(chain: str) -> None:
-    """Check that the other options go with moe_monta_overlap_experts.
-
-    Args:
-        chain: the chain that is named, or "auto".
-
-    Raises:
-        ValueError: names what is wrong.
-    """
-    option = "moe_monta_overlap_experts"
-    of_tokens = ", ".join(name for name, chain in CHAINS.items() if chain.rows == "tokens")
-    if chain in CHAINS and CHAINS[chain].rows != "tokens":
-        raise ValueError(
-            f"{option}: given with {chain}, must be with one of {of_tokens}; rows of the other "
-            "chains are permuted by expert before they are split into chunks"
-        )
 
 
 def check_experts(experts: torch.nn.Module) -> None:
@@ -220,14 +182,12 @@ def prepare_layer(layer: Any) -> None:
     check_experts(layer.experts)
     if layer.config.gradient_accumulation_fusion:
         add_in_every_call(layer.experts)
-    layer_class = type(layer)
-    if layer_class not in _prepared:
-        _prepared.add(layer_class)
-        layer_class.routed_experts_compute = with_pipeline(layer_class.routed_experts_compute)
+    _patch_layer(layer.__class__)
 
 
-# Classes whose layers run the pipeline.
-_prepared: set[type] = set()
+@functools.cache
+def _patch_layer(layer_class: Any) -> None:
+    layer_class.routed_experts_compute = with_pipeline(layer_class.routed_experts_compute)
 
 
 def with_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,14 +33,14 @@ from monta_megatron.chains.counts import num_counted_blocks
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
-from monta_megatron.exchange.buffers import Columns, promoted
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
-from monta_megatron.exchange.counts import CountTable, naming_failure
+from monta_megatron.exchange.counts import CountTable
 from monta_megatron.exchange.errors import ExchangeError
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.kernel_choice import is_fused
 from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.integration.counts import CountExchange
 
 # Tokens of a rank; most ranks have up to 7 fewer, so that their numbers differ.
 NUM_TOKENS, FEWER_TOKENS = 256, 8
@@ -53,7 +53,7 @@ BY_EXPERT, BY_ETP_RANK = slice(3, None, 8), slice(7, None, 8)
 # token's, which ascend, and the expert.
 SOURCE, TOKEN, PLACE, EXPERT = range(4)
 
-# What has passed on a group.
+# Checks that have passed, by group.
 _passed: WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = WeakKeyDictionary()
 
 
@@ -74,7 +74,7 @@ class FirstUse:
         prob_dtype: of the probabilities.
         topk: K of the training; the check has fewer where it is above 64 / ETP.
         device: of the rows.
-        kernels: see `kernel_choice`.
+        fused: Triton kernels do the work.
     """
 
     chain: Chain
@@ -87,7 +87,7 @@ class FirstUse:
     prob_dtype: torch.dtype
     topk: int
     device: torch.device
-    kernels: str
+    fused: bool
 
     def check(self) -> None:
         """Check the chain, unless it has passed in this process before.
@@ -100,73 +100,77 @@ class FirstUse:
         """
         passed = _passed.setdefault(self.group, set())
         rows = self.hidden_size, self.dtype, self.prob_dtype, self.topk
-        key = self.layout, self.chain.name, self.num_chunks, *rows, self.kernels
+        key = self.layout, self.chain.name, self.num_chunks, *rows, self.fused
         if key in passed:
             return
-        chunks = counted(self.num_chunks, "chunk")
-        what = f"moe_monta_check: chain {self.chain.name} in {chunks}"
-        advice = "Report it, and train with moe_token_dispatcher_type alltoall"
-        if is_fused(self.kernels, self.device.type):
-            advice += " or moe_monta_kernels torch"
+        cause: Exception | None = None
         try:
             # Whatever a trainer's default device is.
             with torch.no_grad(), torch.device("cpu"):
-                for difference in self._differences():
-                    end_if_any(difference, self.group, what, advice)
-        except (SelfCheckError, ExchangeError):
+                problem = next(filter(None, map(self._on_any_rank, self._differences())), "")
+        except ExchangeError:
             raise
-        except Exception as error:
-            failure = f"the round trip failed: {type(error).__name__}: {error}"
-            raise SelfCheckError(f"{what}: {failure}. {advice}") from error
+        except Exception as error:  # noqa: BLE001 - named, and raised below
+            problem, cause = f": the round trip failed: {type(error).__name__}: {error}", error
+        if problem:
+            chain = f"chain {self.chain.name} in {counted(self.num_chunks, 'chunk')}"
+            advice = "Report it, and train with moe_token_dispatcher_type alltoall"
+            advice += " or moe_monta_kernels torch" * self.fused
+            raise SelfCheckError(f"moe_monta_check: {chain}{problem}. {advice}") from cause
         passed.add(key)
+
+    def _on_any_rank(self, difference: str) -> str:
+        """The ranks of the exchange with a difference, and that of the first; "" without one."""
+        ranks = dist.get_process_group_ranks(self.group)
+        lines = dict(zip(ranks, gather_objects(difference, self.group), strict=True))
+        wrong = [rank for rank in ranks if lines[rank]]
+        if not wrong:
+            return ""
+        return (
+            f" is wrong on rank {', '.join(map(str, wrong))} of the ranks "
+            f"{', '.join(map(str, ranks))}; on rank {wrong[0]} {lines[wrong[0]]}"
+        )
 
     def _differences(self) -> Iterator[str]:
         """The first difference on this rank, or "": of the counts, then of the four passes."""
         layout = self.layout
         pairs = route(layout, min(self.topk, layout.num_experts, MOST_TERMS // layout.etp))
-        sent, received = self._sent(pairs), received_pairs(pairs, layout)
-        exchange, counts = self._exchange(sent)
-        local = received[:, EXPERT] - layout.first_expert
-        places = received[:, SOURCE] * layout.num_local_experts + local
-        expected = places.bincount(minlength=counts.numel()).view(counts.shape)
-        yield _difference("counts by source rank and local expert", counts, expected)
+        # [N, X, 4]: by token; or in Megatron's permuted order, (expert, token).
+        sent, received = pairs[pairs[:, 0, SOURCE] == layout.rank], received_pairs(pairs, layout)
+        if self.chain.rows == "permuted tokens":
+            sent = sent.flatten(0, 1)[sent[..., EXPERT].flatten().argsort(stable=True), None]
+        exchange, counts_SL = self._exchange(sent)
+        expected_SL, local = torch.zeros_like(counts_SL), received[:, EXPERT] - layout.first_expert
+        expected_SL.index_put_((received[:, SOURCE], local), torch.tensor(1), accumulate=True)
+        yield _difference("counts by source rank and local expert", counts_SL, expected_SL)
         passes = self._passes(exchange, sent, received)
         yield next(filter(None, [_difference(*each) for each in passes]), "")
-
-    @property
-    def _is_token(self) -> bool:
-        return self.chain.rows == "tokens"
-
-    def _sent(self, pairs: torch.Tensor) -> torch.Tensor:
-        """[N, X, 4] of this rank: by token; or in Megatron's permuted order, (expert, token)."""
-        own, topk = pairs[pairs[:, SOURCE] == self.layout.rank], int(pairs[:, PLACE].max()) + 1
-        if self._is_token:
-            return own.unflatten(0, (-1, topk))
-        return own[own[:, EXPERT].argsort(stable=True)][:, None]
 
     def _exchange(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
         """Exchange the counts, and bind the chain by them; with them: [S, L]."""
         layout, chain = self.layout, self.chain
-        num_blocks = num_counted_blocks((chain,), blocks_for(self.num_chunks))
         table = CountTable(
-            chains=(chain,), layout=layout, num_blocks=num_blocks, kernels=self.kernels
+            chains=(chain,),
+            layout=layout,
+            num_blocks=num_counted_blocks((chain,), blocks_for(self.num_chunks)),
+            kernels="fused" if self.fused else "torch",
         )
-        routing_map = torch.zeros(int(sent[..., TOKEN].max()) + 1, layout.num_experts).bool()
-        routing_map[sent[..., TOKEN], sent[..., EXPERT]] = True
-        messages, own = table.count(routing_map.to(self.device))
-        arrived = torch.empty_like(messages)
-        with naming_failure(f"chain {chain.name}, exchange of counts", self.group):
-            dist.all_to_all_single(arrived, messages, group=self.group)
-        counts = table.read(table.join(arrived, own).cpu().numpy())
+        routing_map_TE = torch.zeros(int(sent[..., TOKEN].max()) + 1, layout.num_experts).bool()
+        routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = True
+        source = CountExchange(
+            count_table=table, topk=self.topk, group=self.group, chain_name=chain.name
+        )
+        counts_K, _ = source.exchange(routing_map_TE.to(self.device))
+        counts = table.read(counts_K.cpu().numpy())
         permuted = counts.permuted_tokens
-        least = torch.float32 if self._is_token else self.prob_dtype
+        least = torch.float32 if chain.rows == "tokens" else self.prob_dtype
         exchange = Exchange(
             bound=chain.bind(layout, counts.tokens or permuted, self.num_chunks),
             groups=self.groups,
             sum_dtype=torch.promote_types(least, torch.float32),
             monitor=Monitor(),
             max_experts_per_token=counts.max_experts_per_token,
-            fused=is_fused(self.kernels, self.device.type),
+            fused=self.fused,
         )
         # [ETP, EP, L] -> [S, L]
         return exchange, torch.from_numpy(permuted.received).transpose(0, 1).flatten(0, 1)
@@ -179,9 +183,9 @@ class FirstUse:
             sent: [N, X, 4].
             received: [N, 4].
         """
-        layout, is_token = self.layout, self._is_token
-        etp_rank, sum_dtype = layout.rank % layout.etp, promoted(exchange.sum_dtype, self.dtype)
-        terms = torch.tensor(TERMS)
+        layout, is_token = self.layout, self.chain.rows == "tokens"
+        terms, etp_rank = torch.tensor(TERMS), layout.rank % layout.etp
+        sum_dtype = torch.promote_types(exchange.sum_dtype, self.dtype)
 
         # Step 1: rows on both sides, and the numbers of the experts: [E * ETP] -> [E, ETP, bits].
         sizes = len(layout.nodes) * NUM_TOKENS, layout.num_experts * layout.etp
@@ -234,11 +238,10 @@ class FirstUse:
         ]
 
     def _wide(self, values: torch.Tensor) -> torch.Tensor:
-        """[N, any number] -> [N, H]: the same values again and again, beside the order columns."""
-        keeps = torch.ones(self.hidden_size, dtype=torch.int64)
-        keeps[BY_EXPERT] = keeps[BY_ETP_RANK] = 0
-        index = ((keeps.cumsum(0) - 1).clamp(min=0) % values.shape[1]).to(self.device)
-        return values.to(self.device, self.dtype).index_select(1, index)
+        """[N, any number] -> [N, H]: the same values again and again, but in the order columns."""
+        columns = torch.arange(self.hidden_size)
+        index = (columns - (columns + 1) // 4) % values.shape[1]
+        return values.to(self.device, self.dtype).index_select(1, index.to(self.device))
 
     def _times(self, rows: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
         """[N, H] times [N, bits]; the columns in which the order shows hold [N] and [N]."""
@@ -252,7 +255,7 @@ class FirstUse:
 
 
 def route(layout: Layout, topk: int) -> torch.Tensor:
-    """All pairs of the exchange, [S * T * K, 4]; see `SOURCE` for the columns.
+    """All pairs of the exchange, [S * T, K, 4]; see `SOURCE` for the columns.
 
     A token's experts are equally far apart, cyclically; how far differs from token to token.
     """
@@ -262,13 +265,13 @@ def route(layout: Layout, topk: int) -> torch.Tensor:
     steps = torch.tensor([n for n in range(1, num_experts + 1) if gcd(n, num_experts) == 1])
     first, step = source + token + token // len(steps), steps[token % len(steps)]
     experts = ((first + step * places) % num_experts).sort(dim=1).values
-    return torch.stack(torch.broadcast_tensors(source, token, places, experts), dim=2).flatten(0, 1)
+    return torch.stack(torch.broadcast_tensors(source, token, places, experts), dim=2)
 
 
 def received_pairs(pairs: torch.Tensor, layout: Layout) -> torch.Tensor:
     """[N, 4] of this rank's experts, in stock's order: expert, ETP rank, EP rank, token."""
     ep_rank = layout.rank // layout.etp
-    here = pairs[pairs[:, EXPERT] // layout.num_local_experts == ep_rank]
+    here = pairs[pairs[..., EXPERT] // layout.num_local_experts == ep_rank]
     source, token, _, expert = here.T
     by_etp_rank = expert * layout.etp + source % layout.etp
     by_source = by_etp_rank * layout.ep + source // layout.etp
@@ -292,17 +295,6 @@ def sum_by_expert(
     if "node" in chain.groups:
         hops_apart += torch.tensor(layout.nodes)[ranks].diff() != 0
     return torch.where(hops_apart[:, 1] < hops_apart[:, 0], TERMS[0], total)
-
-
-def end_if_any(difference: str, group: dist.ProcessGroup, what: str, advice: str) -> None:
-    """Raise SelfCheckError on all ranks of an exchange if there is a difference on one."""
-    ranks = dist.get_process_group_ranks(group)
-    lines = dict(zip(ranks, gather_objects(difference, group), strict=True))
-    if differing := [rank for rank in ranks if lines[rank]]:
-        raise SelfCheckError(
-            f"{what} is wrong on rank {', '.join(map(str, differing))} of the ranks "
-            f"{', '.join(map(str, ranks))}; on rank {differing[0]} {lines[differing[0]]}. {advice}"
-        )
 
 
 def _difference(

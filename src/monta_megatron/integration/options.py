@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, TypeVar
+from typing import Any, NamedTuple, Optional
 
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
-
-T = TypeVar("T")
 
 DISPATCHER_TYPE = "monta"
 AUTO = "auto"
@@ -162,16 +160,21 @@ class Options:
             given["num_chunks"] = chunks_of(
                 CHAINS[chain], given.get("num_chunks"), "moe_monta_num_chunks"
             )
-        if given.get("overlap_experts"):
-            from monta_megatron.integration.experts import check_options
-
-            check_options(chain)
+        of_tokens = [name for name, each in CHAINS.items() if each.rows == "tokens"]
+        if given.get("overlap_experts") and not is_auto and chain not in of_tokens:
+            raise ValueError(
+                f"moe_monta_overlap_experts: given with {chain}, must be with one of "
+                f"{', '.join(of_tokens)}; rows of the other chains are permuted by expert before "
+                "they are split into chunks"
+            )
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
             from monta_megatron.common import presets
-            from monta_megatron.planner.cluster_file import load_cluster
 
-            given["cluster"] = _once(load_cluster, presets.find("clusters", given["cluster"]))
+            path = presets.find("clusters", given["cluster"])
+            # `load_cluster` says what is wrong with a file that does not exist.
+            changed_ns = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
+            given["cluster"] = _cluster(path, changed_ns)
         return cls(**given)
 
 
@@ -215,13 +218,9 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
     }
 
 
-def _once(read: Callable[[str | Path], T], path: str | Path) -> T:
-    """Content of a file, read once per process unless it changes: every layer asks for it."""
-    # `read` says what is wrong with a file that does not exist.
-    changed = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
-    return _as_of(read, path, changed)
-
-
 @cache
-def _as_of(read: Callable[[str | Path], T], path: str | Path, changed: int) -> T:
-    return read(path)
+def _cluster(path: str | Path, changed_ns: int) -> Cluster:
+    """A cluster file, read once per process unless it changes: every layer asks for it."""
+    from monta_megatron.planner.cluster_file import load_cluster
+
+    return load_cluster(path)

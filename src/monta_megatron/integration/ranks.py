@@ -6,17 +6,8 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from monta_megatron.common import __version__
-from monta_megatron.common.nodes import (
-    check_named_alike,
-    consecutive_nodes,
-    is_named,
-    mixed_node,
-    node_here,
-    number_nodes,
-)
+from monta_megatron.common.nodes import check_named_alike, consecutive_nodes, is_named, number_nodes
 from monta_megatron.common.text import shown
-from monta_megatron.common.units import counted
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.options import Options
 
@@ -40,28 +31,22 @@ def layers() -> list[Any]:
 _reported: set[str] = set()
 
 
-class Report:
-    """Prints each line once, if this rank reports for its stage.
-
-    Each stage may have a chain of its own.
-    """
-
-    def __init__(self, reports: bool) -> None:
-        self._reports = reports
-
-    def __call__(self, line: str) -> None:
-        """Print a line, unless this process has printed it before."""
-        if not self._reports or line in _reported:
-            return
-        _reported.add(line)
-        rank = dist.get_rank()
-        where = "monta" if rank == 0 else f"monta, rank {rank}"
-        # Printed, as Megatron prints what users should see; its log starts at WARNING.
-        print(shown(f"{where}: {line}"), flush=True)
+def print_once(line: str) -> None:
+    """Print a line, unless this process has printed it before."""
+    if line in _reported:
+        return
+    _reported.add(line)
+    rank = dist.get_rank()
+    where = "monta" if rank == 0 else f"monta, rank {rank}"
+    # Printed, as Megatron prints what users should see; its log starts at WARNING.
+    print(shown(f"{where}: {line}"), flush=True)
 
 
 def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
-    """Whether this rank reports for its pipeline stage: the first rank of its first exchange."""
+    """Whether this rank reports for its pipeline stage: the first rank of its first exchange.
+
+    Each stage may have a chain of its own.
+    """
     exchanges = getattr(pg_collection, "expt_dp", None)
     if exchanges is None:
         return dist.get_rank() == 0
@@ -116,82 +101,38 @@ def on_every_exchange(
         ValueError: `set_up` raised it, here or on another exchange; or the exchanges differ in
             their rules, or in whether MONTA_NODE is set.
     """
-    problems, result = [], None
+    result, problem = None, ""
     try:
         result = set_up()
     except ValueError as error:
-        problems = [str(error)]
+        problem = str(error)
     if exchanges is not None and dist.get_world_size(exchanges) > 1:
         ranks = dist.get_process_group_ranks(exchanges)
-        answers = gather_objects((problems, is_named(), rule), exchanges)
-        problems += [
-            f"{problem} (on the exchange of rank {rank})"
-            for rank, (elsewhere, _, _) in zip(ranks, answers, strict=True)
-            for problem in elsewhere
-        ]
-        if not problems:
-            check_named_alike([named for _, named, _ in answers], ranks)
-            check_same_config([rule for _, _, rule in answers], ranks)
-    if problems:
-        raise ValueError(problems[0])
+        answers = gather_objects((problem, is_named(), rule), exchanges)
+        problems, named, rules = zip(*answers, strict=True)
+        for rank, elsewhere in zip(ranks, problems, strict=True):
+            problem = problem or (elsewhere and f"{elsewhere} (on the exchange of rank {rank})")
+        if not problem:
+            check_named_alike(named, ranks)
+            check_same_config(rules, ranks)
+    if problem:
+        raise ValueError(problem)
     assert result is not None, "set up, or raised"
     return result
 
 
-def nodes_of_exchange(
-    options: Options, group: dist.ProcessGroup
+def find_nodes(
+    options: Options, ranks: Sequence[int], hosts: Sequence[str]
 ) -> tuple[tuple[int, ...], str | None]:
-    """Find the node of every rank of an exchange; all of its ranks call this.
+    """Find the node of every rank of an exchange; see `Cluster.nodes_of`.
 
     Args:
         options: of the dispatcher.
-        group: the ranks of the exchange.
-
-    Returns:
-        The nodes, numbered from 0, and what users should know about them, or None.
-
-    Raises:
-        ValueError: the ranks differ in their options, or the nodes of the cluster file cannot
-            be these hosts; on all ranks.
+        ranks: of the exchange.
+        hosts: their hosts, or what MONTA_NODE names.
     """
-    cluster, ranks_per_node = options.cluster, options.ranks_per_node
-    if cluster is None or ranks_per_node is not None or is_named():
-        cluster = None
-    else:
-        ranks_per_node = cluster.ranks_per_node
-    rule = {
-        "monta_megatron": __version__,
-        "chain": options.chain,
-        "ranks_per_node": ranks_per_node,
-        # Only its nodes are held against the hosts, which all ranks do or none does.
-        "the cluster of ranks_per_node": None if cluster is None else cluster.name,
-    }
-    ranks = dist.get_process_group_ranks(group)
-    hosts, named, rules = zip(*gather_objects((node_here(), is_named(), rule), group), strict=True)
-    check_named_alike(named, ranks)
-    check_same_config(rules, ranks)
-    if ranks_per_node is None:
+    if options.ranks_per_node is not None:
+        return consecutive_nodes(ranks, options.ranks_per_node), None
+    if options.cluster is None or is_named():
         return number_nodes(hosts), None
-    nodes = consecutive_nodes(ranks, ranks_per_node)
-    if cluster is None or nodes == number_nodes(hosts):
-        return nodes, None
-    if cluster.ranks_per_host is None and len(set(hosts)) > len(set(nodes)):
-        # A host used in part: no node has ranks of two hosts.
-        return number_nodes(hosts), (
-            f"nodes are the hosts of this job, which have fewer ranks than the {ranks_per_node} of "
-            f"a node of {cluster.name}"
-        )
-    mixed = mixed_node(nodes, hosts)
-    if mixed is not None:
-        first, second = mixed
-        raise ValueError(
-            f"moe_monta_cluster: {cluster.name} has nodes of {ranks_per_node} consecutive ranks, "
-            f"but of one node rank {ranks[first]} is on {hosts[first]}, which has other nodes too, "
-            f"and rank {ranks[second]} on {hosts[second]}; number the ranks host by host (srun "
-            "--distribution=block), or set MONTA_NODE or --moe-monta-ranks-per-node"
-        )
-    return nodes, (
-        f"nodes of {counted(ranks_per_node, 'rank')}, as {cluster.name} has them, but "
-        f"{hosts.count(hosts[0])} of the {len(ranks)} ranks of an exchange are on {hosts[0]}; "
-        "--moe-monta-ranks-per-node decides"
-    )
+    return options.cluster.nodes_of(ranks, hosts)

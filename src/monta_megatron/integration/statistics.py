@@ -31,14 +31,14 @@ def layer_statistics() -> list[LayerStatistics]:
     statistics = []
     for layer in layers():
         dispatcher = layer.token_dispatcher
-        sent = dispatcher.monitor.bytes_by_resource()
+        sent, rows = dispatcher.monitor.bytes_by_resource(), dispatcher.received_rows
         statistics.append(
             LayerStatistics(
                 layer_number=layer.layer_number,
                 choice=dispatcher.choice,
                 inter_bytes=sent["inter"],
                 intra_bytes=sent["intra"],
-                busiest_over_mean=dispatcher.busiest_over_mean,
+                busiest_over_mean=float(rows.max() / rows.mean()) if rows.any() else None,
             )
         )
     return statistics

@@ -64,15 +64,15 @@ def _is_quantized(name: str, config: Any) -> bool:
 UNSUPPORTED = (
     Unsupported(
         "cuda_graph_impl",
-        _graphs_whole_exchange,
         "it would capture the exchange of a whole MoE layer, which has not been tested on a GPU; "
         "name the modules to capture in cuda_graph_modules and leave 'moe' out",
+        _graphs_whole_exchange,
     ),
     *(
         Unsupported(
             name,
-            partial(_is_quantized, name),
             f"it quantizes what the NCCL EP backend of the flex dispatcher sends; {instead}",
+            partial(_is_quantized, name),
         )
         for name, instead in (
             ("moe_dispatch_fwd_dtype", "tokens travel in their own dtype here"),
@@ -81,7 +81,6 @@ UNSUPPORTED = (
     ),
     Unsupported(
         "overlap_dispatch_backward_with_experts_wgrad",
-        lambda config: getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False),
         "needs Transformer Engine's delayed weight gradients, untested with this dispatcher",
     ),
 )

@@ -11,16 +11,14 @@ other exchanges do, but their slots are in phase: slot = step number modulo the 
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
-from monta_megatron.common.rules import hash_of
 from monta_megatron.common.units import counted, gb_text
-from monta_megatron.core import Choice, Layout, Shape
+from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
     from monta_megatron.planner.select import Selection
 
 STOCK = Choice(chain="alltoall", num_chunks=1)
-# Every slot has three turns in a window; the first of a candidate is not counted.
-TURNS = 3
+# Every slot has three trials in a window; the first of a candidate is not counted.
+TRIALS = 3
 # The time of a step is known to all ranks after so many steps.
 LATE = 2
 MOST_CHUNKS_OF_A_CHAIN = 3
@@ -37,6 +35,8 @@ MOST_CHUNKS_OF_A_CHAIN = 3
 MOST_MEMORY, MORE_BYTES = 1.5, 1e9
 # Iterations within 1% count as equal.
 EQUAL = 1.01
+# Iterations in a row that take so many times what the winner's trials took are worth a line.
+SLOWER, NUM_SLOWER = 1.3, 20
 # Numbers of chunks in which a chain's experts are split.
 SPLITS = (2, 4)
 
@@ -47,11 +47,6 @@ def half_octave(num_tokens: int) -> int:
         return max(num_tokens, 1)
     octave = 1 << (num_tokens - 1).bit_length() - 1
     return octave * 3 // 2 if num_tokens <= octave * 3 // 2 else octave * 2
-
-
-def chains_for(layout: Layout) -> tuple[Chain, ...]:
-    """The chains that can run on a layout."""
-    return tuple(chain for chain in CHAINS.values() if chain.incompatibility(layout) is None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,26 +81,12 @@ class Planner:
         """Token blocks that are counted: at least as many as chunks."""
         return blocks_for(max(*self.num_chunks, *(SPLITS if self.splits_experts else ()), 1))
 
-    def agreed_config(self) -> dict[str, Any]:
-        """Values that all ranks of the exchange have to agree on."""
-        config = {
-            "chain": self.chains[0].name if self.cluster is None else "auto",
-            "chains": [chain.name for chain in self.chains],
-            "num_chunks": self.num_chunks[0] if self.cluster is None else list(self.num_chunks),
-            "moe_monta_overlap_experts": self.splits_experts,
-        }
-        if self.cluster is not None:
-            config["cluster"], config["kernels"] = self.cluster.name, self.cluster.kernels
-            # The costs are too long for a message.
-            config["hash of the costs"] = hash_of({"costs": repr(self.cluster)})
-        return config
-
     def pick(self, tokens: int, splits_experts: bool = True) -> tuple[Choice, str]:
         """The planner's own choice for at most so many tokens per rank, and the reason.
 
         Args:
             tokens: of a rank.
-            splits_experts: False where measured turns have shown that it does not pay.
+            splits_experts: False where measured iterations have shown that it does not pay.
         """
         key = half_octave(tokens), splits_experts
         if key not in self._picks:
@@ -189,8 +170,8 @@ class Planner:
 
 
 @dataclass(kw_only=True)
-class Turn:
-    """One step of a window.
+class Trial:
+    """A step of a window.
 
     Attributes:
         choice: that ran.
@@ -207,23 +188,28 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Window:
-    """Steps in which the candidates of one exchange take turns.
+    """Steps in which the candidates of an exchange run in a round robin.
 
     Attributes:
         candidates: with their predicted us; plain alltoall comes first.
         first: number of the first step.
-        num_steps: length of the window; 0 where nothing takes turns.
-        tokens: half octave of tokens for which the candidates were proposed.
+        num_steps: length of the window; 0 where candidates are not compared.
         ran: choices that this exchange has run, in an earlier window too.
-        turns: step -> its turn.
+        trials: by step.
+        kind: the most frequent kind of the trials that count; of several, the largest.
+        measured_us: the least iteration of each candidate, over its trials of that kind that count.
+        best: the fastest so far, the best predicted of those within 1%; None until one counts.
     """
 
     candidates: dict[Choice, float]
     first: int
     num_steps: int
-    tokens: int
     ran: set[Choice] = field(default_factory=set)
-    turns: dict[int, Turn] = field(default_factory=dict)
+    trials: dict[int, Trial] = field(default_factory=dict)
+    kind: tuple[int, int] | None = None
+    measured_us: dict[Choice, int] = field(default_factory=dict)
+    best: Choice | None = None
+    _num_slower: int = 0
 
     @property
     def end(self) -> int:
@@ -231,64 +217,80 @@ class Window:
         return self.first + self.num_steps
 
     def is_open(self, step: int) -> bool:
-        """Whether the window runs, or times of its turns are still on their way."""
+        """Whether the window runs, or times of its steps are still on their way."""
         return step < self.end + LATE and self.num_steps > 0
 
     def candidate(self, step: int) -> Choice | None:
-        """The candidate whose turn it is; None outside the window."""
+        """The candidate of a step; None outside the window."""
         if not self.first <= step < self.end:
             return None
-        slot = step % (self.num_steps // TURNS)
+        slot = step % (self.num_steps // TRIALS)
         return list(self.candidates)[slot % len(self.candidates)]
 
-    def add(self, step: int, num_exchanges: int, tokens: int) -> None:
-        """Add a step that has ended: its training exchanges and the most tokens of any rank."""
+    def add(self, step: int, kind: tuple[int, int]) -> None:
+        """Add a step that has ended, of this kind; see `Trial`."""
         choice = self.candidate(step)
         if choice is not None:
-            counts = choice in self.ran
+            self.trials[step] = Trial(choice=choice, kind=kind, counts=choice in self.ran)
             self.ran.add(choice)
-            kind = num_exchanges, half_octave(tokens)
-            self.turns[step] = Turn(choice=choice, kind=kind, counts=counts)
 
-    @property
-    def kind(self) -> tuple[int, int] | None:
-        """The most frequent kind of the turns that count; of several, the largest."""
-        kinds = Counter(turn.kind for turn in self._counted())
-        return max(kinds, key=lambda kind: (kinds[kind], kind), default=None)
+    def add_time(self, step: int, us: int, kind: tuple[int, int] | None = None) -> str | None:
+        """Add the longest iteration of any rank in a step of this kind, in the window or later.
 
-    @property
-    def measured_us(self) -> dict[Choice, int]:
-        """The least iteration of each candidate, over its turns of the most frequent kind."""
-        kind, least = self.kind, dict[Choice, int]()
-        for turn in self._counted():
-            if turn.kind == kind and turn.us is not None:
-                least[turn.choice] = min(turn.us, least.get(turn.choice, turn.us))
-        return least
+        Returns:
+            A line for the log if later iterations have been slower than the winner's for long.
+        """
+        if step not in self.trials:
+            return self._slower(us) if kind == self.kind else None
+        self.trials[step].us = us
+        counted = [trial for trial in self.trials.values() if trial.counts and trial.us is not None]
+        kinds = Counter(trial.kind for trial in counted)
+        self.kind = max(kinds, key=lambda kind: (kinds[kind], kind), default=None)
+        least = dict[Choice, int]()
+        for trial in counted:
+            if trial.kind == self.kind and trial.us is not None:
+                least[trial.choice] = min(trial.us, least.get(trial.choice, trial.us))
+        self.measured_us = least
+        near = [each for each in least if least[each] <= EQUAL * min(least.values())]
+        self.best = min(
+            near, key=lambda each: (round(self.candidates[each], 1), each), default=None
+        )
 
-    @property
-    def best(self) -> Choice | None:
-        """The fastest so far, the best predicted of those within 1%; None before a turn counts."""
-        measured = self.measured_us
-        near = [each for each, us in measured.items() if us <= EQUAL * min(measured.values())]
-        return min(near, key=lambda each: (round(self.candidates[each], 1), each), default=None)
+        return None
+
+    def _slower(self, us: int) -> str | None:
+        if self.best is None:
+            return None
+        measured_us = self.measured_us[self.best]
+        self._num_slower = self._num_slower + 1 if us > SLOWER * measured_us else 0
+        if self._num_slower != NUM_SLOWER:
+            return None
+        return (
+            f"auto: {NUM_SLOWER} iterations in a row took {SLOWER} times as long as "
+            f"{self.best.name} did in its turns, {us / 1e3:,.1f} ms instead of "
+            f"{measured_us / 1e3:,.1f}"
+        )
+
+    def winner(self, tokens: int) -> Choice | None:
+        """The best for so many tokens; None outside of a factor 2 of those that were measured."""
+        is_near = self.kind is not None and self.kind[1] <= 2 * tokens <= 4 * self.kind[1]
+        return self.best if is_near else None
 
     @property
     def cost(self) -> float:
-        """Extra time of the turns over the winner's, as a number of its iterations.
+        """Extra time of the trials over the winner's, as a number of its iterations.
 
-        Turns of another kind are left out: other exchanges take another time.
+        Trials of another kind are left out: other exchanges take another time.
         """
-        best, kind = self.best, self.kind
-        if best is None:
+        if self.best is None:
             return 0.0
-        least = self.measured_us[best]
-        return sum(
-            turn.us / least - 1 for turn in self.turns.values() if turn.us and turn.kind == kind
-        )
+        least = self.measured_us[self.best]
+        same = (trial for trial in self.trials.values() if trial.kind == self.kind)
+        return sum(trial.us / least - 1 for trial in same if trial.us)
 
     @property
     def result(self) -> str:
-        """What has won, for the log."""
+        """The result as a line of the log."""
         best, measured_us = self.best, self.measured_us
         if best is None:
             return "no turn counts, as times were lost; the planner's pick stays"
@@ -306,6 +308,3 @@ class Window:
             f"cost {self.cost:.1f} iterations; pin it with {best.flags}; us predicted and ms "
             f"measured: {'; '.join(candidates)}"
         )
-
-    def _counted(self) -> Iterator[Turn]:
-        return (turn for turn in self.turns.values() if turn.counts and turn.us is not None)

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.program import COLLECTIVES, Policy, Resource
+from monta_megatron.common.nodes import consecutive_nodes, mixed_node, number_nodes
 from monta_megatron.common.rules import (
     NonNegativeFloat,
     PositiveFloat,
@@ -16,7 +17,7 @@ from monta_megatron.common.rules import (
     Text,
     require,
 )
-from monta_megatron.common.units import Rate, bytes_of_gb
+from monta_megatron.common.units import Rate, bytes_of_gb, counted
 from monta_megatron.planner.curves import RESOURCES, Curve, HostCosts, Kind, Operation
 
 # 800 Gb/s, of the newest interfaces.
@@ -375,6 +376,45 @@ class Cluster:
             ranks_per_host=on_host,
             nics_per_node=max(self.nics_per_node * ranks_per_node // whole, 1),
             calibrated_node=self.calibrated_node or self._node,
+        )
+
+    def nodes_of(
+        self, ranks: Sequence[int], hosts: Sequence[str]
+    ) -> tuple[tuple[int, ...], str | None]:
+        """The node of every rank of an exchange, if its hosts can be nodes of this cluster.
+
+        Args:
+            ranks: of the exchange.
+            hosts: of the ranks.
+
+        Returns:
+            The nodes, numbered from 0, and what users should know about them, or None.
+
+        Raises:
+            ValueError: the hosts cannot be nodes of this cluster.
+        """
+        nodes = consecutive_nodes(ranks, self.ranks_per_node)
+        if nodes == number_nodes(hosts):
+            return nodes, None
+        if self.ranks_per_host is None and len(set(hosts)) > len(set(nodes)):
+            # A host used in part: no node has ranks of two hosts.
+            return number_nodes(hosts), (
+                f"nodes are the hosts of this job, which have fewer ranks than the "
+                f"{self.ranks_per_node} of a node of {self.name}"
+            )
+        mixed = mixed_node(nodes, hosts)
+        if mixed is not None:
+            first, second = mixed
+            raise ValueError(
+                f"moe_monta_cluster: {self.name} has nodes of {self.ranks_per_node} consecutive "
+                f"ranks, but of one node rank {ranks[first]} is on {hosts[first]}, which has other "
+                f"nodes too, and rank {ranks[second]} on {hosts[second]}; number the ranks host by "
+                "host (srun --distribution=block), or set MONTA_NODE or --moe-monta-ranks-per-node"
+            )
+        return nodes, (
+            f"nodes of {counted(self.ranks_per_node, 'rank')}, as {self.name} has them, but "
+            f"{hosts.count(hosts[0])} of the {len(ranks)} ranks of an exchange are on {hosts[0]}; "
+            "--moe-monta-ranks-per-node decides"
         )
 
     @property

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from clusters import CONFIGS, preset
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.core import Shape
-from monta_megatron.planner.choose import TURNS, Planner, chains_for
+from monta_megatron.planner.choose import TRIALS, Planner
 from monta_megatron.planner.layout import ParallelLayout, shapes_of
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.select import NUM_CHUNKS
@@ -36,7 +37,7 @@ CLUSTERS = {
 # The right GPU with a wrong network.
 SAME_GPU = ({"h100_8x_ndr", "h100_efa_p5"}, {"a800_2x8_ib200", "a800_4x200_roce"})
 TP, EP, ETP = (1, 2), (8, 16, 32, 64), (1, 2, 8)
-NUM_SLOTS = 24 // TURNS
+NUM_SLOTS = 24 // TRIALS
 NUM_CASES = 7_228
 
 # (assumed cluster, true one) -> [cases] excess.
@@ -64,7 +65,9 @@ def excess() -> Excess:
             if shape.layout.num_nodes > cluster.num_nodes:
                 continue
             planner = Planner(
-                chains=chains_for(shape.layout),
+                chains=tuple(
+                    each for each in CHAINS.values() if not each.incompatibility(shape.layout)
+                ),
                 num_chunks=NUM_CHUNKS,
                 shape=shape,
                 cluster=cluster,

@@ -1,0 +1,184 @@
+"""Set-up of a layer's dispatcher: everything that lasts, agreed on by the ranks of its exchange."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from monta_megatron.chains.counts import num_counted_blocks
+from monta_megatron.common.nodes import check_named_alike, is_named, node_here
+from monta_megatron.common.units import counted
+from monta_megatron.core import Layout
+from monta_megatron.exchange.collectives import PeerGroup, gather_objects, peer_groups
+from monta_megatron.exchange.counts import CountTable, expert_ids_of
+from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
+from monta_megatron.integration.auto import AutoChoice, FixedChoice, choice_of, share
+from monta_megatron.integration.counts import CapacityCounts, CountExchange
+from monta_megatron.integration.options import Options
+from monta_megatron.integration.planning import agreed_config, planner_for
+from monta_megatron.integration.ranks import (
+    check_same_config,
+    find_nodes,
+    on_every_exchange,
+    print_once,
+    reports_for_stage,
+)
+from monta_megatron.planner.choose import Planner
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSetup:
+    """Everything about a layer's exchange that lasts.
+
+    Attributes:
+        options: of the configuration; the kernels are those that all ranks run.
+        layout: this rank's position in the exchange.
+        groups: Megatron's "ep", "etp" and "tp_ep".
+        planner: proposes choices.
+        chooser: chooses, from one optimizer step to the next.
+        counts: source of the counts.
+        captures: whether CUDA graphs capture the preprocessing.
+        is_fused: whether Triton kernels do the work.
+    """
+
+    options: Options
+    layout: Layout
+    groups: Mapping[str, dist.ProcessGroup]
+    planner: Planner
+    chooser: FixedChoice
+    counts: CountExchange | CapacityCounts
+    captures: bool
+    is_fused: bool
+
+    @cached_property
+    def list_experts(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """Lists each token's experts, with their probabilities; see `counts.expert_ids_of`."""
+        if self.is_fused:
+            from monta_megatron.exchange.kernels.expert_lists import expert_ids_of as of_kernel
+
+            return of_kernel
+        return expert_ids_of
+
+    def make_groups(self, before: Mapping[str, PeerGroup]) -> dict[str, PeerGroup]:
+        """Make those groups of the chains that are not open; all ranks of the exchange call this.
+
+        Args:
+            before: those that were made last, which are closed; at first none.
+        """
+        groups = peer_groups(self.planner.chains, self.layout, dict(self.groups))
+        # Megatron changes the time limit of the groups in this list after the first iterations
+        # (--distributed-timeout-seconds-after-init): that of ours together with its own.
+        known = parallel_state._global_process_group_list
+        if known is not None:
+            ours, closed = (
+                [each.process_group for each in made.values()] for made in (groups, before)
+            )
+            known[:] = [group for group in known if group in ours or group not in closed]
+            known += [group for group in ours if group not in known]
+        return groups
+
+
+def set_up_layer(
+    config: TransformerConfig,
+    num_local_experts: int,
+    groups: Mapping[str, dist.ProcessGroup],
+    captures: bool,
+    pg_collection: ProcessGroupCollection | None,
+) -> LayerSetup:
+    """Set up the exchange of a layer, together with its other ranks.
+
+    Args:
+        config: of the model.
+        num_local_experts: L.
+        groups: Megatron's "ep", "etp" and "tp_ep".
+        captures: whether CUDA graphs capture the preprocessing.
+        pg_collection: all groups of the model.
+
+    Raises:
+        ValueError: the chain cannot run on the layout, or the ranks differ; on all ranks.
+    """
+    given, group, device = Options.of(config), groups["tp_ep"], device_type()
+    ranks = dist.get_process_group_ranks(group)
+    reports = reports_for_stage(group, pg_collection)
+    # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation,
+    # there has to be one. In both cases "auto" may choose only chains of permuted tokens, by the
+    # counts of each micro-batch.
+    by_counts = captures or config.moe_pad_expert_input_to_capacity
+
+    def set_up() -> LayerSetup:
+        # Step 1: the ranks of the exchange agree on the options, and share what each knows alone.
+        rule = agreed_config(given, config, groups, permuted_only=by_counts)
+        chooser: FixedChoice | None = choice_of(group, rule)
+        facts = gather_objects((rule, is_named(), node_here(), chooser is not None), group)
+        rules, named, hosts, have_chooser = zip(*facts, strict=True)
+        check_named_alike(named, ranks)
+        check_same_config(rules, ranks)
+
+        # Step 2: nodes, kernels and the planner.
+        nodes, of_nodes = find_nodes(given, ranks, hosts)
+        kernels, of_kernels = agreed_kernels(given.kernels, device, group)
+        options = replace(given, kernels=kernels)
+        layout = Layout(
+            ep=groups["ep"].size(),
+            etp=groups["etp"].size(),
+            num_local_experts=num_local_experts,
+            rank=dist.get_group_rank(group, dist.get_rank()),
+            nodes=nodes,
+        )
+        planner = planner_for(options, config, layout, permuted_only=by_counts)
+
+        # Step 3: the chooser. A model that was dropped may be gone on some ranks only; then all
+        # begin anew.
+        if planner.fixed is not None:
+            chooser = FixedChoice(planner.fixed, rule, group)
+        elif chooser is None or not all(have_chooser):
+            chooser = share(
+                AutoChoice(planner, options.tune_steps, by_counts, rule, group, reports)
+            )
+
+        # Step 4: a line for each thing that users should know.
+        lines = [of_nodes, of_kernels]
+        if options.overlap_experts and not planner.splits_experts:
+            lines.append("moe_monta_overlap_experts: no layer is split: no chain of tokens can run")
+        if planner.fixed is not None:
+            where = f"EP {layout.ep} x ETP {layout.etp} over {counted(layout.num_nodes, 'node')}"
+            lines.append(f"{planner.fixed.name}, {where}: as asked for")
+        elif by_counts or not options.tune_steps:
+            reason = "moe_monta_tune_steps 0, as in deterministic mode"
+            if by_counts:
+                reason = "CUDA graphs of the preprocessing" if captures else "padding to capacity"
+            lines.append(f"auto: no turns, the planner's pick runs: {reason}")
+        for line in filter(None, lines * reports):
+            print_once(line)
+        table = CountTable(
+            chains=planner.chains,
+            layout=layout,
+            num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
+            kernels=kernels,
+        )
+        return LayerSetup(
+            options=options,
+            layout=layout,
+            groups=groups,
+            planner=planner,
+            chooser=chooser,
+            counts=CapacityCounts(layout=layout, config=config)
+            if config.moe_pad_expert_input_to_capacity
+            else CountExchange(
+                count_table=table,
+                topk=config.moe_router_topk,
+                group=group,
+                chain_name=options.chain,
+            ),
+            captures=captures,
+            is_fused=is_fused(kernels, device),
+        )
+
+    # Other numbers of steps would make other iterations of one training compete.
+    steps = {"moe_monta_tune_steps": given.tune_steps}
+    return on_every_exchange(set_up, getattr(pg_collection, "expt_dp", None), steps)
