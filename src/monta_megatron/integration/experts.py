@@ -176,6 +176,12 @@ UNSUPPORTED_WITH_OVERLAP = (
         lambda config: getattr(config, "moe_ncclep_zero_copy", False),
         "the experts would write all chunks into one buffer",
     ),
+    Unsupported(
+        "log_moe_overload_factor",
+        lambda config: getattr(config, "log_moe_overload_factor", False),
+        "Megatron counts the rows of a micro-batch where its experts are called once; the line "
+        "'auto, exchange of ranks ...' says how far the busiest rank is above the mean",
+    ),
 )
 
 
