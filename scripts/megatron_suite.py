@@ -3,6 +3,7 @@
 
     scripts/megatron_suite.py --checkout DIR
     scripts/megatron_suite.py --checkout DIR --files test_a2a_token_dispatcher.py --log FOLDER
+    scripts/megatron_suite.py --checkout DIR --suite a2a_overlap
 
 Every test that passes with stock has to pass with ours. The tests are a copy in which the text
 "alltoall" is "monta"; Megatron itself is the checkout's, unchanged. A round is a few tests of one
@@ -28,9 +29,10 @@ from types import ModuleType
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+OUR_CODE = REPOSITORY / "src"
 sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
 
-SUITE = Path("tests", "unit_tests", "transformer", "moe")
+UNIT_TESTS = Path("tests", "unit_tests")
 STOCK, OURS = "alltoall", "monta"
 # Until the tests of a round are collected: 8 ranks may share 2 cores.
 START_LIMIT_S = 240.0
@@ -40,6 +42,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkout", type=Path, required=True, help="of Megatron-LM; not changed")
     parser.add_argument("--ranks", type=int, default=8, help="what the tests are written for")
+    parser.add_argument(
+        "--suite", type=Path, default="transformer/moe", help="folder of tests/unit_tests"
+    )
     parser.add_argument("--files", nargs="+", metavar="FILE", help="of the suite; all unless given")
     parser.add_argument(
         "--tests-per-round", type=int, default=16, help="every Gloo group of a round keeps threads"
@@ -51,11 +56,12 @@ def main() -> int:
     arguments = parser.parse_args()
     # The ranks are a session of their own, which does not end with this process by itself.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    suite = arguments.checkout / SUITE
+    folder = UNIT_TESTS / arguments.suite
+    suite = arguments.checkout / folder
     files = arguments.files or sorted(path.name for path in suite.glob("test_*.py"))
     missing = [name for name in files if not (suite / name).is_file()]
     if missing or not files:
-        what = f"has no {missing[0]} in {SUITE}" if missing else f"has no tests in {SUITE}"
+        what = f"has no {missing[0]} in {folder}" if missing else f"has no tests in {folder}"
         parser.error(f"--checkout: {arguments.checkout} {what}, must be a checkout of Megatron-LM")
 
     with contextlib.ExitStack() as stack:
@@ -114,24 +120,26 @@ class Run:
     def __init__(self, arguments: argparse.Namespace, dispatcher: str, folder: Path) -> None:
         self._checkout, self._ranks = arguments.checkout.absolute(), arguments.ranks
         self._tests_per_round, self._limit_s = arguments.tests_per_round, arguments.limit_s
-        self._folder = folder
+        self._folder, self._suite = folder, UNIT_TESTS / arguments.suite
         shutil.rmtree(folder, ignore_errors=True)
         self._num_rounds = 0
         shutil.copytree(
-            self._checkout / "tests" / "unit_tests",
-            folder / "tests" / "unit_tests",
+            self._checkout / UNIT_TESTS,
+            folder / UNIT_TESTS,
             ignore=shutil.ignore_patterns("__pycache__", "data"),
         )
-        for source in (folder / SUITE).glob("*.py"):
+        for source in (folder / self._suite).glob("*.py"):
             text = source.read_text()
             for quote in "\"'":
                 text = text.replace(f"{quote}{STOCK}{quote}", f"{quote}{dispatcher}{quote}")
             source.write_text(text)
 
     def is_swapped(self, name: str) -> bool:
-        """Whether the tests of a file name the dispatcher."""
-        text = (self._folder / SUITE / name).read_text()
-        return any(f"{quote}{OURS}{quote}" in text for quote in "\"'")
+        """Whether the tests of a file, or what they may import beside them, name the dispatcher."""
+        folder = self._folder / self._suite
+        helpers = (path for path in folder.glob("*.py") if not path.name.startswith("test_"))
+        texts = "".join(path.read_text() for path in (folder / name, *helpers))
+        return any(f"{quote}{OURS}{quote}" in texts for quote in "\"'")
 
     def file(self, name: str) -> dict[str, str]:
         """Run one file in as many rounds as it takes: test -> its outcome, by stock's names."""
@@ -159,14 +167,14 @@ class Run:
             "CUDA_VISIBLE_DEVICES": "",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join((str(self._folder), str(self._checkout))),
+            "PYTHONPATH": os.pathsep.join(map(str, (self._folder, self._checkout, OUR_CODE))),
             "PYTHONDONTWRITEBYTECODE": "1",
             "WORLD_SIZE": str(self._ranks),
             "LOCAL_WORLD_SIZE": str(self._ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_ports(1)[0]),
             "SUITE_FOLDER": str(folder),
-            "SUITE_FILE": str(SUITE / name),
+            "SUITE_FILE": str(self._suite / name),
             "SUITE_FIRST": str(first),
             "SUITE_NUM_TESTS": str(self._tests_per_round),
         }

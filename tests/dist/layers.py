@@ -420,6 +420,9 @@ def phases(dispatcher: Any, hidden: torch.Tensor, routing_map: torch.Tensor) -> 
     probs = (routing_map / routing_map.sum(dim=1, keepdim=True)).requires_grad_()
     rows, row_probs = dispatcher.dispatch_preprocess(hidden, routing_map.clone(), probs)
     rows, output = after_preprocess(dispatcher, rows, row_probs)
+    # As Megatron's branch dev does, before it recomputes a layer.
+    dispatcher.probs = dispatcher.routing_map = dispatcher.hidden_shape = None
+    dispatcher.reversed_local_input_permutation_mapping = None
     torch.autograd.backward(output, torch.ones_like(output) * (dist.get_rank() + 1))
     assert hidden.grad is not None and probs.grad is not None
     return [rows.detach(), output.detach(), hidden.grad, probs.grad]
@@ -570,6 +573,8 @@ def replay_cuda_graph_attributes(case: Case, num_chunks: int) -> None:
     for name, value in attributes.items():
         *path, last = name.split(".")
         setattr(attrgetter(path[0])(dispatcher) if path else dispatcher, last, value)
+        if hasattr(dispatcher, "get_cudagraph_attr"):
+            assert dispatcher.get_cudagraph_attr(name) is value
     _, output = after_preprocess(dispatcher, rows, row_probs)
     assert_equal(output, expected, "the replayed batch")
 
@@ -584,8 +589,13 @@ def train_under_overlap_schedule(case: Case, dispatcher: str) -> dict[str, torch
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import RowParallelLinear
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
     initialize(case)
+    if hasattr(MoETokenDispatcher, "reset_transient_forward_state"):
+        # Megatron's branch dev can recompute whole layers: one of MoE and one that is dense.
+        full = {"recompute_granularity": "full", "recompute_method": "block"}
+        case = dataclasses.replace(case, config={**case.config, **full, "recompute_num_layers": 2})
     # Without Transformer Engine nothing is delayed; but the schedule is the one that asks for it,
     # where Megatron's own linear layers can be asked (not in 0.16).
     delays = case.num_local_experts > 1 and hasattr(RowParallelLinear, "backward_dw")

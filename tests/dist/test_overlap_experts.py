@@ -254,6 +254,7 @@ REFUSED = {
     "cpu_offloading": {"cpu_offloading": True},
     "moe_paged_stash": {"moe_paged_stash": True},
     "moe_ncclep_zero_copy": {"moe_ncclep_zero_copy": True},
+    "log_moe_overload_factor": {"log_moe_overload_factor": True},
 }
 
 

@@ -90,6 +90,12 @@ COMPARISONS = (
         "asks only whether it is the flex dispatcher (after 0.19)",
     ),
     Comparison(
+        "megatron.core.transformer.moe.router",
+        "TopKRouter.routing",
+        "monta",
+        "asks only whether it is the flex dispatcher (branch dev)",
+    ),
+    Comparison(
         "megatron.training.arguments",
         "validate_args",
         "monta",

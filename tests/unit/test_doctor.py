@@ -1,7 +1,13 @@
 """What `monta doctor` says of the variables that decide how communicators share a GPU."""
 
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from monta_megatron.common import launch_order
+from monta_megatron.integration import arguments
 from monta_megatron.tools.doctor import Finding, examine
 
 NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT")
@@ -13,8 +19,8 @@ NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT")
         ({}, NAMES[0], "ok", ["not set"]),
         ({NAMES[0]: "32"}, NAMES[0], "ok", ["32"]),
         ({NAMES[0]: "1"}, NAMES[0], "note", ["shared experts", "TP or CP > 1", "FSDP", "32"]),
-        ({}, NAMES[1], "note", ["not set", "2.26", "deadlock"]),
-        ({NAMES[1]: "1"}, NAMES[1], "ok", ["1"]),
+        ({NAMES[1]: "0"}, NAMES[1], "note", ["0, set by the user", "no GPU", "deadlock"]),
+        ({NAMES[1]: "1"}, NAMES[1], "ok", ["1, set by the user"]),
     ],
 )
 def test_how_communicators_share_a_gpu(
@@ -53,3 +59,20 @@ def test_a_gpu_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 def test_torch_says_how_it_starts_collectives() -> None:
     (finding,) = [each for each in examine().findings if each.name == "torch's AllToAllOptions"]
     assert "asyncOp" in finding.found
+
+
+def test_launch_order(monkeypatch: Any, capsys: Any) -> None:
+    """Set and said where NCCL orders and still overlaps; never over what the user has set."""
+    monkeypatch.setenv(NAMES[1], "0")
+    assert launch_order.set_launch_order() is None
+    for nccl, cuda, says in (
+        ((2, 25, 1), (12, 9), "NCCL 2.25.1 does not know it"),
+        ((2, 27, 5), (12, 2), "CUDA 12.2 would run communicators one after the other"),
+        ((2, 27, 5), (12, 9), "monta sets 1: NCCL 2.27.5, CUDA 12.9"),
+    ):
+        monkeypatch.delenv(NAMES[1])
+        monkeypatch.setattr(launch_order, "versions", lambda found=(nccl, cuda): found)
+        assert says in " ".join(finding.found for finding in examine().findings)
+        arguments.check_config(SimpleNamespace(num_moe_experts=8))
+        assert os.environ.setdefault(NAMES[1], "not set") == ("1" if "sets" in says else "not set")
+    assert capsys.readouterr().out.count(f"monta: {NAMES[1]}=1 set") == 1

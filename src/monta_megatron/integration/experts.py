@@ -156,6 +156,11 @@ UNSUPPORTED_WITH_OVERLAP = (
     ),
     Unsupported("moe_paged_stash", "the stash expects one call of the experts in a micro-batch"),
     Unsupported("moe_ncclep_zero_copy", "the experts would write all chunks into one buffer"),
+    Unsupported(
+        "log_moe_overload_factor",
+        "Megatron counts the rows of a micro-batch where its experts are called once; the line "
+        "'auto, exchange of ranks ...' says how far the busiest rank is above the mean",
+    ),
 )
 
 

@@ -162,18 +162,22 @@ def _launch_queues() -> Iterator[Finding]:
 
 
 def _launch_order() -> Iterator[Finding]:
-    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
-    value = os.environ.get(name)
-    if value == "1":
-        yield Finding(name, "ok", "1: communicators cannot wait for each other")
-    else:
-        yield Finding(
-            name,
-            "note",
-            value or "not set",
-            "1 lets NCCL >= 2.26 start the operations of several communicators in the order in "
-            "which they were issued, so that they cannot deadlock",
+    from monta_megatron.common.launch_order import VARIABLE, is_useful
+
+    value = os.environ.get(VARIABLE)
+    useful, by = is_useful()
+    if value is None:
+        found = (
+            "a training with monta sets 1" if useful else "nor does a training with monta set it"
         )
+        yield Finding(VARIABLE, "ok" if useful else "note", f"not set; {found}: {by}")
+        return
+    advice = (
+        "1 starts the operations of all communicators in one order, so that they cannot deadlock"
+    )
+    is_set = value == "1"
+    found = f"{value}, set by the user: {by}"
+    yield Finding(VARIABLE, "ok" if is_set else "note", found, None if is_set else advice)
 
 
 def _topology() -> Iterator[Finding]:

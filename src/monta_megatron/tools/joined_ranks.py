@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from monta_megatron.common.launch_order import set_launch_order
 from monta_megatron.exchange.streams import device_of_ranks
 
 T = TypeVar("T")
@@ -24,6 +25,8 @@ def join(local_rank: int, transport: str = "nccl") -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("MONTA_CPU_RANKS: not set, must be 1 where there is no GPU")
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    # As in a training.
+    set_launch_order()
     dist.init_process_group(f"cpu:gloo,cuda:{transport}")
     return device_of_ranks()
 

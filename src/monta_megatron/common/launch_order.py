@@ -1,0 +1,63 @@
+"""NCCL's launch order: operations of several communicators start as the host issued them.
+
+That order is the same on every rank, so communicators on a GPU cannot wait for each other in a
+circle. NCCL has it since 2.26, off unless NCCL_LAUNCH_ORDER_IMPLICIT is 1. Below CUDA 12.3, of
+runtime or driver, it does not only order operations but runs them one after the other.
+"""
+
+import ctypes
+import os
+
+VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
+LEAST_NCCL, LEAST_CUDA = (2, 26), (12, 3)
+
+
+def versions() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Of NCCL, and of CUDA: the older of runtime and driver. None without NVIDIA's GPU and NCCL."""
+    import torch
+    import torch.distributed as dist
+
+    # None with ROCm, whose RCCL crashes with the variable (ROCm/aorta 512).
+    runtime = torch.version.cuda
+    # CPU ranks say that CUDA is there.
+    if runtime is None or not (torch.accelerator.is_available() and dist.is_nccl_available()):
+        return None
+    driver = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
+    # 12030 is 12.3.
+    of_driver = divmod(driver.value // 10, 100)
+    return torch.cuda.nccl.version(), min(tuple(map(int, runtime.split(".")[:2])), of_driver)
+
+
+def is_useful() -> tuple[bool, str]:
+    """Whether NCCL orders operations here and still overlaps them, and by which versions."""
+    found = versions()
+    if found is None:
+        return False, "no GPU with NCCL"
+    nccl, cuda = (".".join(map(str, version)) for version in found)
+    if found[0] < LEAST_NCCL:
+        return False, f"NCCL {nccl} does not know it (2.26 does)"
+    if found[1] < LEAST_CUDA:
+        return False, f"CUDA {cuda} would run communicators one after the other (12.3 would not)"
+    return True, f"NCCL {nccl}, CUDA {cuda}"
+
+
+def set_launch_order() -> str | None:
+    """Set the variable to 1 where that is useful and the user has not set it.
+
+    NCCL reads it once, so this is called before the first process group is made.
+
+    Returns:
+        what users should know, or None.
+    """
+    import torch.distributed as dist
+
+    if VARIABLE in os.environ:
+        return None
+    useful, by = is_useful()
+    if not useful:
+        return None
+    if dist.is_initialized():
+        return f"{VARIABLE} is not set, and process groups are there already; set it to 1 ({by})"
+    os.environ[VARIABLE] = "1"
+    return f"{VARIABLE}=1 set, so communicators cannot wait for each other in a circle ({by})"
