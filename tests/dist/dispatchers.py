@@ -19,6 +19,7 @@ import layers
 import torch
 import torch.distributed as dist
 from equal import difference
+from torch.utils.checkpoint import checkpoint
 
 from monta_megatron.chains import CHAINS
 
@@ -36,7 +37,7 @@ class Case:
     `capacity`: "" for none; "drop" counts what a router has dropped, "pad" fills the experts up.
     `flat` rows are [T, W], not [T, 1, W]; `strided` ones have gaps between them. `fused` is
     Triton's interpreter, `pipelined` the experts inside the pipeline, `checked` the check of the
-    first use.
+    first use. `recompute` is "reentrant" or "not reentrant" where backward runs our phases again.
     """
 
     chain: str
@@ -59,6 +60,7 @@ class Case:
     flat: bool = False
     strided: bool = False
     is_training: bool = True
+    recompute: str = ""
     checked: bool = False
     seed: int = 0
 
@@ -218,25 +220,41 @@ def run_phases(case: Case, dispatcher: Any, batch: Batch) -> Passes:
             outputs.register_hook(lambda gradient: gradients.append(gradient.clone()))
         return outputs
 
-    tokens, probs = batch.tokens.clone().requires_grad_(), batch.probs.clone().requires_grad_()
-    with torch.set_grad_enabled(case.is_training):
-        entered = dispatcher.dispatch_preprocess(given(tokens), batch.routing_map.clone(), probs)
+    def phases(tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        entered = dispatcher.dispatch_preprocess(tokens, batch.routing_map.clone(), probs)
         sent = dispatcher.token_dispatch(*entered)
-        if in_pipeline := getattr(dispatcher, "computes", False):
+        if in_pipeline():
             computed = dispatcher.compute(experts, *sent)
         else:
             at_experts = experts(*dispatcher.dispatch_postprocess(*sent))
             computed = dispatcher.combine_preprocess(at_experts)
-        output = dispatcher.combine_postprocess(dispatcher.token_combine(computed))
+        return dispatcher.combine_postprocess(dispatcher.token_combine(computed))
+
+    def in_pipeline() -> bool:
+        return getattr(dispatcher, "computes", False)
+
+    tokens, probs = batch.tokens.clone().requires_grad_(), batch.probs.clone().requires_grad_()
+    is_ours = hasattr(dispatcher, "chooser")
+    with torch.set_grad_enabled(case.is_training):
+        if case.recompute and is_ours:
+            is_reentrant = case.recompute == "reentrant"
+            output = checkpoint(phases, given(tokens), probs, use_reentrant=is_reentrant)
+        else:
+            output = phases(given(tokens), probs)
     assert output.shape == shape, f"an output of {tuple(output.shape)} for {shape}"
     if case.is_training:
         torch.autograd.backward(output, given(batch.gradient))
-    rows_seen, probs_seen, counts_seen = (None,) * 3 if in_pipeline else seen[0]
+    number = len(seen) // (2 if case.recompute and is_ours else 1)
+    for first, again in zip(seen[:number], seen[number:], strict=False):
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(one, other), "recomputed otherwise"
+    is_in_pipeline = in_pipeline()
+    rows_seen, probs_seen, counts_seen = (None,) * 3 if is_in_pipeline else seen[0]
     return Passes(
         rows=rows_seen,
         probs=probs_seen,
         tokens_per_expert=counts_seen,
-        expert_gradient=None if in_pipeline or not case.is_training else gradients[0],
+        expert_gradient=None if is_in_pipeline or not case.is_training else gradients[0],
         output=output.detach().reshape(num_tokens, case.width),
         token_gradient=tokens.grad,
         prob_gradient=probs.grad,

@@ -60,6 +60,8 @@ def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_siz
     pipelined = (of_tokens or is_auto) and chance(draw, 0.25)
     is_tuned = is_auto and chance(draw, 0.5)
     fused = HAS_TRITON and of_tokens and dtype == "float32" and chance(draw, 0.05)
+    is_training = chance(draw, 0.9)
+    recomputes = ["", "", "reentrant", "not reentrant"]
     return Case(
         chain=name,
         ep=ep,
@@ -80,7 +82,8 @@ def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_siz
         fused=fused,
         flat=chance(draw, 0.3),
         strided=chance(draw, 0.3),
-        is_training=chance(draw, 0.9),
+        is_training=is_training,
+        recompute=draw.choice(recomputes) if is_training else "",
         checked=chance(draw, 0.1),
         seed=draw.randrange(2**31),
     )
