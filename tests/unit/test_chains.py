@@ -157,10 +157,10 @@ def test_the_parts_of_an_expert_are_added_first_as_in_stock() -> None:
 def test_an_expert_takes_each_source_in_turn() -> None:
     """Two experts, two sources, two chunks."""
     # [C, L, S] pairs, as a chunk brings them: by expert, then by source.
-    segments = expert_order(np.array([[[2, 1], [1, 0]], [[1, 1], [0, 3]]]), np.array([0, 1]))
-    assert segments.lengths.tolist() == [[2, 1, 1, 0], [1, 1, 0, 3]]
+    lengths, starts = expert_order(np.array([[[2, 1], [1, 0]], [[1, 1], [0, 3]]]), np.array([0, 1]))
+    assert lengths.tolist() == [[2, 1, 1, 0], [1, 1, 0, 3]]
     # 0-2 and 3-4 are the first expert's, of sources 0 and 1; 5 and 6-8 the second one's.
-    assert segments.starts.tolist() == [[0, 3, 5, 6], [2, 4, 6, 6]]
+    assert starts.tolist() == [[0, 3, 5, 6], [2, 4, 6, 6]]
 
 
 def test_num_chunks_below_one_is_refused() -> None:

@@ -55,22 +55,24 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     sent_CEL, received_CTEL = (np.diff(of, axis=0) for of in (sent_bounds, received_bounds))
 
     # Step 2: scatter map of the source side: one run of every expert's rows.
-    def source_starts() -> RowCounts:
-        return (starts_of(counts.sent) + sent_bounds[:-1]).reshape(num_chunks, -1)
+    def source_runs() -> tuple[RowCounts, RowCounts]:
+        starts_CEL = starts_of(counts.sent) + sent_bounds[:-1]
+        return sent_CEL.reshape(num_chunks, -1), starts_CEL.reshape(num_chunks, -1)
 
     packed = None
     if num_chunks > 1:
-        packed = Segments(lengths=sent_CEL.reshape(num_chunks, -1), find_starts=source_starts)
+        packed = Segments(num_runs=counts.sent.size, find_runs=source_runs)
 
     # Step 3: scatter map of the expert side: runs (l, t, e), each after those of earlier chunks.
-    def expert_starts() -> RowCounts:
+    def expert_runs() -> tuple[RowCounts, RowCounts]:
         # [T, E, L] -> [L, T, E], laid end to end, and back
         starts_TEL = starts_of(counts.received.transpose(2, 0, 1)).transpose(1, 2, 0)
-        return (starts_TEL + received_bounds[:-1]).reshape(num_chunks, -1)
+        starts_CTEL = starts_TEL + received_bounds[:-1]
+        return received_CTEL.reshape(num_chunks, -1), starts_CTEL.reshape(num_chunks, -1)
 
     ordered = None
     if num_chunks > 1 or num_local_experts > 1:
-        ordered = Segments(lengths=received_CTEL.reshape(num_chunks, -1), find_starts=expert_starts)
+        ordered = Segments(num_runs=counts.received.size, find_runs=expert_runs)
 
     # Step 4: rows of each stage.
     arrived_CE = received_CTEL[:, etp_rank].sum(axis=2)

@@ -11,7 +11,7 @@ size, ETP = expert tensor parallel size, L = local experts per EP rank.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -23,7 +23,6 @@ from monta_megatron.chains.stages import (
     BoundStage,
     Duplicate,
     RowCounts,
-    Segments,
     Stage,
     StageShape,
 )
@@ -76,7 +75,9 @@ def starts_of(lengths: RowCounts) -> RowCounts:
     return (np.cumsum(flat) - flat).reshape(lengths.shape)
 
 
-def expert_order(runs_CLS: RowCounts, source_order_S: NDArray[np.int64]) -> Segments:
+def expert_order(
+    runs_CLS: RowCounts, source_order_S: NDArray[np.int64]
+) -> tuple[RowCounts, RowCounts]:
     """Scatter map of each chunk's rows into stock's order on the expert side.
 
     Args:
@@ -84,18 +85,13 @@ def expert_order(runs_CLS: RowCounts, source_order_S: NDArray[np.int64]) -> Segm
         source_order_S: indices of the sources in stock's order, (ETP rank, EP rank).
 
     Returns:
-        Runs whose order in the tensor is (expert, source in stock's order, chunk).
+        Lengths and starts, [C, L * S], of runs whose order in the tensor is (expert, source in
+        stock's order, chunk).
     """
-    return Segments(
-        lengths=runs_CLS.reshape(len(runs_CLS), -1),
-        find_starts=partial(_expert_starts, runs_CLS, source_order_S),
-    )
-
-
-def _expert_starts(runs_CLS: RowCounts, source_order_S: NDArray[np.int64]) -> RowCounts:
     # [C, L, S] -> [L, S in stock's order, C], laid end to end, and back
     starts_CLS = starts_of(runs_CLS[..., source_order_S].transpose(1, 2, 0)).transpose(2, 0, 1)
-    return starts_CLS[..., np.argsort(source_order_S)].reshape(len(runs_CLS), -1)
+    starts_CLS = starts_CLS[..., np.argsort(source_order_S)]
+    return runs_CLS.reshape(len(runs_CLS), -1), starts_CLS.reshape(len(runs_CLS), -1)
 
 
 Rows: TypeAlias = Literal["permuted tokens", "tokens"]

@@ -19,7 +19,7 @@ experts.
 """
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -96,7 +96,7 @@ def by_chunk(blocks: RowCounts, num_chunks: int, axis: int) -> RowCounts:
 def bind_split(layout: Layout, counts: TokenCounts, num_chunks: int) -> BoundStage:
     """The tokens of each chunk: one run of this rank's tokens."""
     tokens_C1 = by_chunk(counts.tokens[layout.rank], num_chunks, axis=0)[:, None]
-    segments = Segments(lengths=tokens_C1, find_starts=partial(starts_of, tokens_C1))
+    segments = Segments(num_runs=1, find_runs=lambda: (tokens_C1, starts_of(tokens_C1)))
     return BoundStage(stage=SPLIT, send=tokens_C1, receive=tokens_C1, segments=segments)
 
 
@@ -165,17 +165,24 @@ def bind_experts(
         order: source ranks in the order of arrival.
     """
     rows_C = arrived.receive.sum(axis=1)
-    # [S, B, L] -> [S in order of arrival, C, L] -> [C, L, S], the order of a chunk's copies
-    runs_CLS = by_chunk(counts.experts, len(rows_C), axis=1)[order.sources].transpose(1, 2, 0)
+    pairs_SCL = by_chunk(counts.experts, len(rows_C), axis=1)
     experts = ExpertRange(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
-    copies_CL = runs_CLS.sum(axis=2)
+    copies_CL = pairs_SCL.sum(axis=0)
     copies_C1 = copies_CL.sum(axis=1)[:, None]
+
+    def find_runs() -> tuple[RowCounts, RowCounts]:
+        # [S, C, L] -> [S in order of arrival, C, L] -> [C, L, S], the order of a chunk's copies
+        runs_CLS = pairs_SCL[order.sources].transpose(1, 2, 0)
+        return expert_order(runs_CLS, order.stock_order)
+
     return (
         bind_copies(TO_EXPERTS, rows_C, copies_CL, experts),
         BoundStage(
             stage=ORDER,
             send=copies_C1,
             receive=copies_C1,
-            segments=expert_order(runs_CLS, order.stock_order),
+            segments=Segments(
+                num_runs=len(order.sources) * layout.num_local_experts, find_runs=find_runs
+            ),
         ),
     )

@@ -75,23 +75,32 @@ class Segments:
     """Run-length-encoded scatter map: row of a chunk -> row of the tensor.
 
     Attributes:
-        lengths: [C, N] rows in each run; a chunk is its runs laid end to end.
-        find_starts: computes `starts` when they are first needed: on the expert side that is after
-            the first collective has started.
+        num_runs: N, of each chunk.
+        find_runs: computes `lengths` and `starts` when they are first needed: on the expert side
+            that is after the first collective has started.
     """
 
-    lengths: RowCounts
-    find_starts: Callable[[], RowCounts]
+    num_runs: int
+    find_runs: Callable[[], tuple[RowCounts, RowCounts]]
 
     @cached_property
+    def _runs(self) -> tuple[RowCounts, RowCounts]:
+        return self.find_runs()
+
+    @property
+    def lengths(self) -> RowCounts:
+        """[C, N] rows in each run; a chunk is its runs laid end to end."""
+        return self._runs[0]
+
+    @property
     def starts(self) -> RowCounts:
         """[C, N] first row of each run in the tensor."""
-        return self.find_starts()
+        return self._runs[1]
 
     @property
     def is_slice(self) -> bool:
         """Whether every chunk is one run, so that no row indices are needed."""
-        return self.lengths.shape[1] == 1
+        return self.num_runs == 1
 
     def slice_of(self, chunk: int) -> slice:
         """Rows of the tensor for a chunk that is one run."""

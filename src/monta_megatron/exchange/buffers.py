@@ -272,7 +272,7 @@ class Buffers:
 
     def copies(self, operation: Operation) -> Copies:
         """The copies of a stage for its chunk."""
-        return self.indices.copies(operation.position)[operation.chunk]
+        return self.indices.copies(operation.position, operation.chunk)
 
     def group(self, operation: Operation) -> PeerGroup:
         """The group of a collective, or of the sum over ranks that a "reduce" is part of."""

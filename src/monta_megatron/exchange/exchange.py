@@ -5,7 +5,6 @@ Notation: C = number of chunks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -20,8 +19,8 @@ from monta_megatron.exchange.monitor import Monitor
 class Indices:
     """Copies and row indices of all stages, in one allocation of the first pass's caller.
 
-    Views and row indices are made when a stage is first reached: those of later stages while the
-    first collective is under way.
+    Views and row indices are made at their first use, mostly while the first collective is under
+    way.
 
     Attributes:
         memory: [any number] int64; None if no stage needs any.
@@ -39,7 +38,9 @@ class Indices:
                 sizes[position] = sum(of_one) + bound.num_chunks - 1
             elif stage.segments is not None and not stage.segments.is_slice:
                 sizes[position] = int(sum(before))
-        self._copies: dict[int, list[Copies]] = {}
+        self._copies: dict[tuple[int, int], Copies] = {}
+        # By position of a stage, the memory that its chunks have taken so far.
+        self._ends: dict[int, int] = {}
         self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
         self.memory: torch.Tensor | None = None
         if sizes:
@@ -47,20 +48,20 @@ class Indices:
             pieces = self.memory.split_with_sizes(list(sizes.values()))
             self._pieces = dict(zip(sizes, pieces, strict=True))
 
-    def copies(self, position: int) -> list[Copies]:
-        """[C] copies that the `Duplicate` at `position` makes; dispatch writes them."""
-        if position not in self._copies:
+    def copies(self, position: int, chunk: int) -> Copies:
+        """What the `Duplicate` at `position` copies of a chunk; dispatch writes it."""
+        key = position, chunk
+        if key not in self._copies:
             bound = self._bound
             parts = bound.stages[position].parts
             assert parts is not None, f"nothing is copied at {position}"
             before, after = bound.rows_at[position : position + 2]
-            sizes = [
-                Copies.sizes(int(rows), int(copies), parts)
-                for rows, copies in zip(before, after, strict=True)
-            ]
-            views = iter(self._pieces[position].split_with_sizes([*chain.from_iterable(sizes)]))
-            self._copies[position] = [Copies(*islice(views, len(of_chunk))) for of_chunk in sizes]
-        return self._copies[position]
+            sizes = Copies.sizes(int(before[chunk]), int(after[chunk]), parts)
+            end = self._ends.get(position, 0) + sum(sizes)
+            piece = self._pieces[position][end - sum(sizes) : end]
+            self._ends[position] = end
+            self._copies[key] = Copies(*piece.split_with_sizes(sizes))
+        return self._copies[key]
 
     def rows(self, position: int, segments: Segments) -> tuple[torch.Tensor, ...]:
         """[C][rows of the chunk] where the `Permute` at `position` takes or puts them."""
