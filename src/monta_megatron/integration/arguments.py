@@ -110,7 +110,13 @@ def check_config(config: Any) -> None:
     check_megatron_version()
     options = Options.of(config)
     check_supported(config)
+    num_experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
     ep_size = getattr(config, "expert_model_parallel_size", None) or 1
+    if num_experts is not None and num_experts % ep_size != 0:
+        raise ValueError(
+            f"num_experts: got {num_experts}, must be a multiple of "
+            f"expert_model_parallel_size ({ep_size})"
+        )
     # Megatron's default.
     etp_size = getattr(config, "expert_tensor_parallel_size", None) or (
         getattr(config, "tensor_model_parallel_size", None) or 1

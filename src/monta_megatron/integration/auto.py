@@ -219,7 +219,10 @@ class AutoChoice(FixedChoice):
         # Each exchange has its own.
         has_result = self.window.num_steps > 0 and self.step == self.window.end + LATE
         if has_result and self._is_first_rank:
-            print_once(self._result(self.window))
+            ranks, busiest = ", ".join(map(str, self._ranks)), ""
+            if self._busiest is not None:
+                busiest = f"; the busiest rank receives {self._busiest:.2f} times the mean"
+            print_once(f"auto, exchange of ranks {ranks}: {self.window.result}{busiest}")
         if self.step >= self._next_window and not self.is_measuring and not self._others_measure:
             self._open(self._tokens_before)
         window, tokens = self.window, half_octave(self._tokens_before)
@@ -233,15 +236,9 @@ class AutoChoice(FixedChoice):
             self._report(f"auto: step {self.step} is the first with {self.choice.name}")
         step, ticks = self._ticks
         # Outside of a window a framework may step as it likes.
-        of_step = {"step": self.step if self.is_measuring else None, "choice": self.choice.name}
-        self._send(of_step | self.agreed_config, ticks if step == self.step - LATE else 0)
-
-    def _result(self, window: Window) -> str:
-        """The result of a window as one line."""
-        line = f"auto, exchange of ranks {', '.join(map(str, self._ranks))}: {window.result}"
-        if self._busiest is None:
-            return line
-        return f"{line}; the busiest rank receives {self._busiest:.2f} times the mean"
+        number = {"step": self.step if self.is_measuring else None}
+        agreed = number | self.agreed_config | {"choice": self.choice.name}
+        self._send(agreed, ticks if step == self.step - LATE else 0)
 
     def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
         """The planner's pick for at most so many tokens of a rank, which is reported."""

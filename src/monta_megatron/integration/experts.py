@@ -13,7 +13,6 @@ module's first call, which here is that of the first chunk, whose backward comes
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -130,7 +129,6 @@ UNSUPPORTED_WITH_OVERLAP = (
         ),
     ),
     Unsupported("use_megatron_fsdp", _FREES_WEIGHTS),
-    Unsupported("use_torch_fsdp2", _FREES_WEIGHTS),
     Unsupported(
         "expert_gtp_weight_remat_size",
         "ranks gather an expert's weights in each call together, but may have other numbers of "
@@ -142,6 +140,7 @@ UNSUPPORTED_WITH_OVERLAP = (
         "every chunk would be padded to 256 rows for each expert, which neither the planner's "
         "prices nor its memory count",
     ),
+    Unsupported("use_torch_fsdp2", _FREES_WEIGHTS),
     Unsupported(
         "offload_modules",
         "offloading of the experts' activations expects one call of them in a micro-batch; leave "
@@ -192,15 +191,8 @@ def prepare_layer(layer: Any) -> None:
 
 @functools.cache
 def _patch_layer(layer_class: Any) -> None:
-    layer_class.routed_experts_compute = with_pipeline(layer_class.routed_experts_compute)
-
-
-def with_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`MoELayer.routed_experts_compute`, which runs the pipeline where there is one.
-
-    Args:
-        original: Megatron's.
-    """
+    """Let `routed_experts_compute` run the pipeline where there is one."""
+    original = layer_class.routed_experts_compute
 
     @functools.wraps(original)
     def routed_experts_compute(
@@ -227,4 +219,4 @@ def with_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
             experts = with_one_placeholder(compute, self.experts)
         return dispatcher.compute(experts, hidden_states, probs), None
 
-    return routed_experts_compute
+    layer_class.routed_experts_compute = routed_experts_compute
