@@ -38,7 +38,7 @@ def last_chunk_skipped() -> Any:
     def skip(now: Any, operation: Any) -> Any:
         (output,) = operation.writes
         is_first = output not in now._messages
-        for column in now.allocate(output):
+        for column in now.messages(output):
             if is_first:
                 # Fresh memory may still hold the right rows, of the run with stock.
                 column.fill_(torch.nan)
@@ -74,10 +74,8 @@ def wrong_split() -> Any:
         return original_rows(self, buffer) + num_peers * more(self)
 
     def splits(self: BoundProgram, operation: Any) -> tuple[list[int], list[int]]:
-        send, receive = original_splits(self, operation)
-        send[0] += 1
-        send[1] -= 1
-        return send, [count + more(self) for count in receive]
+        (first, second, *others), receive = original_splits(self, operation)
+        return [first + 1, second - 1, *others], [count + more(self) for count in receive]
 
     return mock.patch.multiple(BoundProgram, rows=rows, splits=splits)
 
