@@ -184,13 +184,13 @@ class Buffers:
         policy: Policy,
         output: Columns | None = None,
     ) -> None:
-        rows, probs, device = columns.rows, columns.probs, columns.rows.device
+        rows_NH, probs, device = columns.rows, columns.probs, columns.rows.device
         width = exchange.max_experts_per_token
         self.exchange = exchange
-        self.sum_dtype = promoted(exchange.sum_dtype, rows.dtype)
+        self.sum_dtype = promoted(exchange.sum_dtype, rows_NH.dtype)
         row = RowFormat(
-            hidden_size=rows.shape[1],
-            value_bytes=rows.itemsize,
+            hidden_size=rows_NH.shape[1],
+            value_bytes=rows_NH.itemsize,
             prob_bytes=0 if probs is None else probs.itemsize,
             sum_bytes=self.sum_dtype.itemsize,
         )
@@ -198,7 +198,7 @@ class Buffers:
         self.bound = lower(exchange.bound, pass_, row, width, policy, order=exchange.order)
         program = self.bound.program
         prob_dtype = None if probs is None else probs.dtype
-        plan = _plan(program, width, rows.dtype, self.sum_dtype, prob_dtype, device)
+        plan = _plan(program, width, rows_NH.dtype, self.sum_dtype, prob_dtype, device)
         self.formats = plan.formats
         self.indices = exchange.indices(device)
         self.parts: dict[int, Parts] = {}

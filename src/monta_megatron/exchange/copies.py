@@ -8,7 +8,7 @@ parts behind this one find theirs in it, and on the way back every other copy ad
 probability.
 
 Notation: N = rows, W = most experts of any row, M = copies, P = parts, T = tokens of this rank, E =
-experts, B = token blocks.
+experts, B = token blocks, H = hidden size, 1 = one more on the axis before.
 """
 
 from typing import NamedTuple, TypeVar
@@ -29,12 +29,12 @@ def block_size(num_tokens: T, num_blocks: int) -> T:
 
 
 def count_routing(
-    routing_map: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
+    routing_map_TE: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
 ) -> dict[str, torch.Tensor]:
     """Count by token block: contiguous int32 tensors on the device of the map, with no sync.
 
     Args:
-        routing_map: [T, E] bool.
+        routing_map_TE: bool.
         num_blocks: B.
         part_sizes: P by name, of equal parts; each part is made of some of the next kind's.
         with_most: whether the most experts of any token are wanted.
@@ -43,20 +43,21 @@ def count_routing(
         "experts": [B, E] tokens of each expert; for every name of parts, [B, P] tokens with an
         expert in each; "most experts": [1] of any token, 0 without tokens.
     """
-    num_tokens = len(routing_map)
+    num_tokens = len(routing_map_TE)
     # Of no tokens there is no maximum: then blocks are of one token that has no expert.
     size = max(block_size(num_tokens, num_blocks), 1)
     if missing := num_blocks * size - num_tokens:
-        routing_map = torch.nn.functional.pad(routing_map, (0, 0, 0, missing))
+        routing_map_TE = torch.nn.functional.pad(routing_map_TE, (0, 0, 0, missing))
     # [T, E] -> [B, T/B, E]
-    hits = routing_map.view(num_blocks, size, -1)
-    counts = {"experts": hits.sum(dim=1, dtype=torch.int32)}
+    hits_BTE = routing_map_TE.view(num_blocks, size, -1)
+    counts = {"experts": hits_BTE.sum(dim=1, dtype=torch.int32)}
     if with_most:
-        counts["most experts"] = hits.sum(dim=2, dtype=torch.int32).amax().view(1)
+        counts["most experts"] = hits_BTE.sum(dim=2, dtype=torch.int32).amax().view(1)
+    hits_BTP = hits_BTE
     for name, num_parts in reversed(part_sizes.items()):
         # [B, T/B, smaller parts] -> [B, T/B, P, parts of each] -> [B, T/B, P]
-        hits = hits.unflatten(2, (num_parts, -1)).any(dim=3)
-        counts[name] = hits.sum(dim=1, dtype=torch.int32)
+        hits_BTP = hits_BTP.unflatten(2, (num_parts, -1)).any(dim=3)
+        counts[name] = hits_BTP.sum(dim=1, dtype=torch.int32)
     return counts
 
 
@@ -94,21 +95,21 @@ class Copies(NamedTuple):
         return [num_copies, num_copies, num_rows + 1, *of_experts]
 
     def sum_by_row(
-        self, copies: torch.Tensor, dtype: torch.dtype, index: torch.Tensor | None = None
+        self, copies: torch.Tensor, dtype: torch.dtype, index_M: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add the copies of each row in the order of their parts: [M, H] -> [N, H] in `dtype`.
 
         Args:
-            copies: [M, H], or more rows, of which `index` names the copies.
+            copies: [M, H], or more rows, of which `index_M` names the copies.
             dtype: dtype of the sum.
-            index: [M] the row of `copies` in which each copy lies; None if they lie in order.
+            index_M: the row of `copies` in which each copy lies; None if they lie in order.
         """
-        order = self.by_row
+        order_M = self.by_row
         if copies.dtype != dtype:
-            copies = (copies if index is None else copies[index]).to(dtype)
-        elif index is not None:
-            order = index[order]
-        return sum_rows(copies, order, self.row_starts)
+            copies = (copies if index_M is None else copies[index_M]).to(dtype)
+        elif index_M is not None:
+            order_M = index_M[order_M]
+        return sum_rows(copies, order_M, self.row_starts)
 
 
 class Parts(NamedTuple):
@@ -133,7 +134,7 @@ class Parts(NamedTuple):
         )
 
 
-def find_copies(ids: torch.Tensor, parts: Parts, copies: Copies) -> None:
+def find_copies(ids_NW: torch.Tensor, parts: Parts, copies: Copies) -> None:
     """Find the copies that rows with these experts need.
 
     Hand-worked: two rows with ids [1 4 5] and [0 5 -], two parts of experts 0-3 and 4-7. The
@@ -141,38 +142,37 @@ def find_copies(ids: torch.Tensor, parts: Parts, copies: Copies) -> None:
     in both parts: the copies are row 0, row 1 for the first part, then row 0, row 1 for the second.
 
     Args:
-        ids: [N, W] ascending experts of each row, padded with a number beyond the last expert.
+        ids_NW: ascending experts of each row, padded with a number beyond the last expert.
         parts: what to copy for.
         copies: what was found is written there; its sizes are known from the counts.
     """
-    num_rows, num_copies = len(ids), len(copies.row)
+    num_rows, num_copies = len(ids_NW), len(copies.row)
     # [N, P + 1] -> [P + 1, N]
-    first_places = torch.searchsorted(ids.contiguous(), parts.bounds[:num_rows]).T.contiguous()
-    # [P, N] whether a row has an expert in a part, and so many copies up to there
-    is_copy = first_places[1:] > first_places[:-1]
-    so_many = is_copy.flatten().cumsum(dim=0)
-    # [M] of the flattened [P, N], those that are copies
-    position = torch.searchsorted(so_many, parts.numbers[1 : num_copies + 1])
-    torch.remainder(position, max(num_rows, 1), out=copies.row)
+    places_P1N = torch.searchsorted(ids_NW.contiguous(), parts.bounds[:num_rows]).T.contiguous()
+    is_copy_PN = places_P1N[1:] > places_P1N[:-1]
+    copies_so_far = is_copy_PN.flatten().cumsum(dim=0)
+    # In [P, N], flattened.
+    position_M = torch.searchsorted(copies_so_far, parts.numbers[1 : num_copies + 1])
+    torch.remainder(position_M, max(num_rows, 1), out=copies.row)
     if copies.place is not None:
-        torch.index_select(first_places.flatten(), 0, position, out=copies.place)
+        torch.index_select(places_P1N.flatten(), 0, position_M, out=copies.place)
         # Should ids and counts be at odds, nothing outside the lists is touched.
-        copies.place.clamp_(max=ids.shape[1] - 1)
-    # `position` is not needed any more: the rows in ascending order take its memory.
-    torch.sort(copies.row, stable=True, out=(position, copies.by_row))
-    torch.searchsorted(position, parts.numbers[: num_rows + 1], out=copies.row_starts)
+        copies.place.clamp_(max=ids_NW.shape[1] - 1)
+    # `position_M` is not needed any more: the rows in ascending order take its memory.
+    torch.sort(copies.row, stable=True, out=(position_M, copies.by_row))
+    torch.searchsorted(position_M, parts.numbers[: num_rows + 1], out=copies.row_starts)
 
 
-def copy_rows(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
-    """Take rows from where they are: into[n] = rows[index[n]], for `rows` [N, H] or [N]."""
-    into, rows = _in_wide_values(into, rows)
-    torch.index_select(rows, 0, index, out=into)
+def copy_rows(into_NH: torch.Tensor, rows_MH: torch.Tensor, index_N: torch.Tensor) -> None:
+    """Take rows from where they are: into[n] = rows[index[n]], for `rows_MH` [N, H] or [N]."""
+    into_NH, rows_MH = _in_wide_values(into_NH, rows_MH)
+    torch.index_select(rows_MH, 0, index_N, out=into_NH)
 
 
-def put_rows(into: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
-    """Put rows where they belong: into[index[n]] = rows[n], for `rows` [N, H] or [N]."""
-    into, rows = _in_wide_values(into, rows)
-    into.index_copy_(0, index, rows)
+def put_rows(into_MH: torch.Tensor, index_N: torch.Tensor, rows_NH: torch.Tensor) -> None:
+    """Put rows where they belong: into[index[n]] = rows[n], for `rows_NH` [N, H] or [N]."""
+    into_MH, rows_NH = _in_wide_values(into_MH, rows_NH)
+    into_MH.index_copy_(0, index_N, rows_NH)
 
 
 def _in_wide_values(into: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

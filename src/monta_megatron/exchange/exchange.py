@@ -1,6 +1,6 @@
 """One micro-batch's exchange: what its four passes share.
 
-Notation: C = number of chunks.
+Notation: C = number of chunks, N = rows of all chunks.
 """
 
 from collections.abc import Mapping
@@ -70,12 +70,12 @@ class Indices:
         return self._rows[position]
 
 
-def _row_indices(segments: Segments, into: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _row_indices(segments: Segments, into_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Row numbers of every chunk from its runs; one copy to the device, and no sync.
 
     [C, N] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
     """
-    device, total = into.device, len(into)
+    device, total = into_N.device, len(into_N)
     lengths = segments.lengths.ravel()
     # A row is its run's start plus its distance from the run's first row in the result.
     shifts = segments.starts.ravel() - (np.cumsum(lengths) - lengths)
@@ -83,9 +83,9 @@ def _row_indices(segments: Segments, into: torch.Tensor) -> tuple[torch.Tensor, 
     if device.type == "cuda":
         # torch keeps pinned memory for the next micro-batch, once the copy has been made.
         runs = runs.pin_memory().to(device, non_blocking=True)
-    shift_of_row = torch.repeat_interleave(runs[0], runs[1], output_size=total)
-    torch.add(torch.arange(total, device=device), shift_of_row, out=into)
-    return into.split(segments.lengths.sum(axis=1).tolist())
+    shifts_N = torch.repeat_interleave(runs[0], runs[1], output_size=total)
+    torch.add(torch.arange(total, device=device), shifts_N, out=into_N)
+    return into_N.split(segments.lengths.sum(axis=1).tolist())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,6 +2,8 @@
 
 The backward of dispatch is the program of combine, and the reverse. Neither saves its inputs, so
 that a schedule may free them once the pass has returned. See `chains.lower`.
+
+Notation: N = source rows, M = expert rows, H = hidden size, W = most experts of any token.
 """
 
 from collections.abc import Sequence
@@ -159,55 +161,55 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any,
         exchange: Exchange,
-        rows: torch.Tensor,
+        rows_NH: torch.Tensor,
         probs: torch.Tensor,
         ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.exchange = exchange
-        columns = run(exchange, DISPATCH, _contiguous(rows, probs, ids))
+        columns = run(exchange, DISPATCH, _contiguous(rows_NH, probs, ids))
         return columns.rows, columns.probs
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, rows_gradient: torch.Tensor, probs_gradient: torch.Tensor
+        ctx: Any, gradient_MH: torch.Tensor, gradient_M: torch.Tensor
     ) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
-        columns = run(ctx.exchange, DISPATCH_BACKWARD, _contiguous(rows_gradient, probs_gradient))
+        columns = run(ctx.exchange, DISPATCH_BACKWARD, _contiguous(gradient_MH, gradient_M))
         return None, columns.rows, columns.probs, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, exchange: Exchange, rows_MH: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
-        return run(exchange, COMBINE, _contiguous(rows)).rows
+        return run(exchange, COMBINE, _contiguous(rows_MH)).rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, rows_gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, run(ctx.exchange, COMBINE_BACKWARD, _contiguous(rows_gradient)).rows
+    def backward(ctx: Any, gradient_NH: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, run(ctx.exchange, COMBINE_BACKWARD, _contiguous(gradient_NH)).rows
 
 
 def dispatch(
-    exchange: Exchange, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor | None = None
+    exchange: Exchange, rows_NH: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move rows and probabilities to their experts; differentiable.
 
     Args:
         exchange: this micro-batch's exchange.
-        rows: [source rows, H]; permuted tokens, in expert order, or tokens.
-        probs: [source rows] for permuted tokens, [source rows, W] for tokens.
-        ids: [source rows, W] experts of each token, ascending; None for permuted tokens.
+        rows_NH: permuted tokens, in expert order, or tokens.
+        probs: [N] for permuted tokens, [N, W] for tokens.
+        ids: [N, W] experts of each token, ascending; None for permuted tokens.
 
     Returns:
-        [expert rows, H] and [expert rows], in the order in which the experts take them.
+        Rows [M, H] and probabilities [M], in expert order.
     """
-    return _Dispatch.apply(exchange, rows, probs, ids)
+    return _Dispatch.apply(exchange, rows_NH, probs, ids)
 
 
-def combine(exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
-    """Bring the experts' outputs back: [expert rows, H] -> [source rows, H]; differentiable."""
-    return _Combine.apply(exchange, rows)
+def combine(exchange: Exchange, rows_MH: torch.Tensor) -> torch.Tensor:
+    """Return the experts' outputs to their tokens: [M, H] -> [N, H]; differentiable."""
+    return _Combine.apply(exchange, rows_MH)
 
 
 def _contiguous(

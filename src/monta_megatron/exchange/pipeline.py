@@ -53,18 +53,18 @@ class BackgroundExperts(Protocol):
 
 def run_pipeline(
     chunks: Sequence[Exchange],
-    rows: torch.Tensor,
-    probs: torch.Tensor,
-    ids: torch.Tensor,
+    rows_TH: torch.Tensor,
+    probs_TW: torch.Tensor,
+    ids_TW: torch.Tensor,
     experts: Experts | BackgroundExperts,
 ) -> torch.Tensor:
     """Exchange and compute all chunks; differentiable.
 
     Args:
         chunks: their exchanges, each bound with one chunk, in the order of their tokens.
-        rows: [T, H].
-        probs: [T, W].
-        ids: [T, W] experts of each token, ascending.
+        rows_TH: the tokens.
+        probs_TW: probability of each expert in `ids_TW`.
+        ids_TW: experts of each token, ascending.
         experts: called for every chunk.
 
     Returns:
@@ -75,13 +75,13 @@ def run_pipeline(
     """
     pipeline = _Pipeline(chunks)
     wait = getattr(experts, "wait", None)
-    entered = _Enter.apply(pipeline, rows.contiguous(), probs.contiguous(), ids)
+    entered = _Enter.apply(pipeline, rows_TH.contiguous(), probs_TW.contiguous(), ids_TW)
     # Result of the latest step of each chunk.
     tokens: list[Any] = [entered] * len(chunks)
 
     def compute(chunk: int) -> torch.Tensor:
-        chunk_rows, chunk_probs = tokens[chunk]
-        return experts(chunk_rows, pipeline.tokens_per_expert(chunk), chunk_probs)
+        rows_NH, probs_N = tokens[chunk]
+        return experts(rows_NH, pipeline.tokens_per_expert(chunk), probs_N)
 
     def without_tensors(step: Callable[[int], object], back: Callable[[int], object]) -> Any:
         return lambda chunk: _Step.apply(step, back, chunk, tokens[chunk])
@@ -224,21 +224,21 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, rows: torch.Tensor, probs: torch.Tensor
+        ctx: Any, rows_NH: torch.Tensor, probs_N: torch.Tensor
     ) -> tuple[None, None, torch.Tensor]:
-        columns = Columns(rows=rows.contiguous(), probs=probs.contiguous())
+        columns = Columns(rows=rows_NH.contiguous(), probs=probs_N.contiguous())
         ctx.pipeline.start(DISPATCH_BACKWARD, ctx.chunk, columns)
-        return None, None, rows.new_empty(0)
+        return None, None, rows_NH.new_empty(0)
 
 
 class _Leave(torch.autograd.Function):
     """Combine of a chunk starts; its backward ends."""
 
     @staticmethod
-    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, rows_NH: torch.Tensor) -> torch.Tensor:
         ctx.pipeline, ctx.chunk = pipeline, chunk
-        pipeline.start(COMBINE, chunk, Columns(rows=rows.contiguous()))
-        return rows.new_empty(0)
+        pipeline.start(COMBINE, chunk, Columns(rows=rows_NH.contiguous()))
+        return rows_NH.new_empty(0)
 
     @staticmethod
     @once_differentiable
@@ -258,6 +258,6 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.pipeline.sources[COMBINE_BACKWARD.name] = Columns(rows=rows.contiguous())
-        return (None, *[rows.new_empty(0) for _ in range(ctx.num_chunks)])
+    def backward(ctx: Any, rows_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.pipeline.sources[COMBINE_BACKWARD.name] = Columns(rows=rows_TH.contiguous())
+        return (None, *[rows_TH.new_empty(0) for _ in range(ctx.num_chunks)])

@@ -8,9 +8,9 @@ The first launch counts runs of tokens that lie in one block each, the second ad
 block. A tile is [tokens, outer parts, inner parts, experts of an inner part].
 
 Bytes: the map is read once; a run of tokens takes 8 for each of its counts, written and read.
-Grid: [runs], then [B, counts / COLUMNS].
+Grid: [R], then [B, C / COLUMNS].
 
-Notation: T = tokens, E = experts, B = token blocks, O and I = outer parts, and inner ones of each.
+Notation: T = tokens, E = experts, B = token blocks, R = runs, C = counts of each.
 """
 
 import math
@@ -33,27 +33,27 @@ RUNS = tl.constexpr(8)
 
 
 def count_routing(
-    routing_map: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
+    routing_map_TE: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
 ) -> dict[str, torch.Tensor]:
     """Count by token block; see `copies.count_routing`, whose arguments these are."""
-    num_tokens, num_experts = routing_map.shape
+    num_tokens, num_experts = routing_map_TE.shape
     inner = max(part_sizes.values(), default=1)
     outer = min(part_sizes.values(), default=1)
     size = block_size(num_tokens, num_blocks)
     count, add, tokens = _launches(
-        routing_map.device, num_experts, outer, inner, routing_map.stride(0)
+        routing_map_TE.device, num_experts, outer, inner, routing_map_TE.stride(0)
     )
     tiles = blocks_of(max(RUN, blocks_of(num_tokens, MOST_RUNS)), tokens)
     runs_per_block = blocks_of(size, tiles * tokens)
     num_counts = num_experts + outer + inner + 1
 
-    runs = routing_map.new_empty(num_blocks * runs_per_block, num_counts, dtype=torch.int32)
-    counts = routing_map.new_empty(num_blocks * (num_counts - 1) + 1, dtype=torch.int32)
+    runs_RC = routing_map_TE.new_empty(num_blocks * runs_per_block, num_counts, dtype=torch.int32)
+    counts = routing_map_TE.new_empty(num_blocks * (num_counts - 1) + 1, dtype=torch.int32)
     experts, by_outer, by_inner, most = counts.split(
         [num_blocks * num_experts, num_blocks * outer, num_blocks * inner, 1]
     )
-    count(len(runs), routing_map, runs, num_tokens, size, runs_per_block, tiles)
-    add(num_blocks, runs, counts, num_blocks, runs_per_block)
+    count(len(runs_RC), routing_map_TE, runs_RC, num_tokens, size, runs_per_block, tiles)
+    add(num_blocks, runs_RC, counts, num_blocks, runs_per_block)
     by_size = {outer: by_outer, inner: by_inner}
     result = {"experts": experts.view(num_blocks, -1)}
     if with_most:

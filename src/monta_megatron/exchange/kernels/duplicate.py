@@ -45,22 +45,22 @@ def duplicate(
     if into.probs is not None and into.probs.dim() == 1:
         to_experts(columns, copies, into, launches=launches)
         return
-    rows = columns.rows
-    probs = None if into.probs is None else columns.probs
-    ids = None if into.ids is None else columns.ids
+    rows_NH = columns.rows
+    probs_NW = None if into.probs is None else columns.probs
+    ids_NW = None if into.ids is None else columns.ids
     if "duplicate" not in launches:
-        unit = values_per_unit(rows, into.rows)
-        num_units = rows.shape[1] // unit
+        unit = values_per_unit(rows_NH, into.rows)
+        num_units = rows_NH.shape[1] // unit
         tile = tile_for(num_units, MOVED)
         launches["duplicate"] = Launch(
             _duplicate,
             tile.rows,
             blocks_of(num_units, tile.units),
             num_units,
-            0 if probs is None else probs.shape[1],
-            rows.stride(0) // unit,
-            stride_of(probs),
-            stride_of(ids),
+            0 if probs_NW is None else probs_NW.shape[1],
+            rows_NH.stride(0) // unit,
+            stride_of(probs_NW),
+            stride_of(ids_NW),
             into.rows.stride(0) // unit,
             stride_of(into.probs),
             stride_of(into.ids),
@@ -71,9 +71,9 @@ def duplicate(
     num_copies = copies.row.shape[0]
     launches["duplicate"](
         num_copies,
-        rows,
-        probs,
-        ids,
+        rows_NH,
+        probs_NW,
+        ids_NW,
         copies.row,
         into.rows,
         into.probs,

@@ -32,17 +32,17 @@ MOST_ROWS, TILE = 128, 512
 
 
 def find_copies(
-    ids: torch.Tensor, parts: ExpertRange, copies: Copies, launches: Launches | None = None
+    ids_NW: torch.Tensor, parts: ExpertRange, copies: Copies, launches: Launches | None = None
 ) -> None:
     """Find the copies that rows with these experts need; see `copies.find_copies`.
 
     Args:
-        ids: [N, W] int32, ascending experts of each row, padded with a number beyond the last one.
+        ids_NW: int32, ascending experts of each row, padded with a number beyond the last one.
         parts: the ranges of experts to copy for.
         copies: what was found is written there; its sizes are known from the counts.
         launches: kept for the next ids of the same width and stride.
     """
-    num_rows, width = ids.shape
+    num_rows, width = ids_NW.shape
     if num_rows == 0:
         copies.row_starts.zero_()
         return
@@ -51,7 +51,7 @@ def find_copies(
     if of_parts not in launches:
         all_parts = triton.next_power_of_2(parts.num_parts)
         rows = max(1, min(MOST_ROWS, TILE // all_parts))
-        shared = width, ids.stride(0), *of_parts, rows, all_parts
+        shared = width, ids_NW.stride(0), *of_parts, rows, all_parts
         launches["count", of_parts] = Launch(_count_parts, 1, 1, *shared)
         launches[of_parts] = Launch(_find_copies, 1, 1, *shared)
     count, find = launches["count", of_parts], launches[of_parts]
@@ -59,12 +59,12 @@ def find_copies(
     num_tiles = blocks_of(num_rows, rows)
     tiles_per_block = blocks_of(num_tiles, MOST_BLOCKS)
     num_blocks = blocks_of(num_tiles, tiles_per_block)
-    counts = torch.empty(num_blocks, parts.num_parts, dtype=torch.int32, device=ids.device)
-    count(num_blocks, ids, counts, num_rows, tiles_per_block)
+    counts_BP = torch.empty(num_blocks, parts.num_parts, dtype=torch.int32, device=ids_NW.device)
+    count(num_blocks, ids_NW, counts_BP, num_rows, tiles_per_block)
     find(
         num_blocks,
-        ids,
-        counts,
+        ids_NW,
+        counts_BP,
         copies.row,
         copies.by_row,
         copies.row_starts,

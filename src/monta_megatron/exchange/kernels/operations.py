@@ -3,7 +3,8 @@
 Operations without a kernel are those of `operations`: collectives, and "pack" and "put" of permuted
 tokens, which move every row once already, one launch for each column.
 
-Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size.
+Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size, R = a part of the
+rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,21 +40,21 @@ def duplicate(buffers: Buffers, operation: Operation) -> None:
 
 def to_experts(buffers: Buffers, operation: Operation) -> None:
     """Copy each row for every expert that it goes to, to its place in expert order."""
-    (columns, _), (into, places) = buffers.source(operation), buffers.target(operation)
+    (columns, _), (into, places_M) = buffers.source(operation), buffers.target(operation)
     copies = buffers.copies(operation)
-    experts.to_experts(columns, copies, into, places, buffers.launches(operation))
+    experts.to_experts(columns, copies, into, places_M, buffers.launches(operation))
 
 
 def reduce(buffers: Buffers, operation: Operation) -> None:
     """Sum each row's copies: [M, H] -> [N, H], rounded once; its probabilities likewise."""
-    (columns, index), (into, _) = buffers.source(operation), buffers.target(operation)
-    unrounded, first = None, 0
+    (columns, index_M), (into, _) = buffers.source(operation), buffers.target(operation)
+    unrounded_RH, first = None, 0
     if operation.group is not None:
         # Rows on the wire are rounded; this rank's part of the next sum is not.
-        unrounded = buffers.columns(operation.writes[1]).rows
+        unrounded_RH = buffers.columns(operation.writes[1]).rows
         first = first_unrounded(buffers, operation)
     copies, launches = buffers.copies(operation), buffers.launches(operation)
-    sums.reduce(columns, copies, into, buffers.sum_dtype, index, unrounded, first, launches)
+    sums.reduce(columns, copies, into, buffers.sum_dtype, index_M, unrounded_RH, first, launches)
 
 
 def sum_parts(buffers: Buffers, operation: Operation) -> None:

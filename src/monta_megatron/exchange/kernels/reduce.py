@@ -10,7 +10,8 @@ Bytes: every copy is read once and every row written once; 8 to know where a cop
 each block of its units.
 Grid: [N, row / units of a tile]; the programs of the first units do the lists.
 
-Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
+Notation: N = rows, M = copies, H = hidden size, W = most experts of any row,
+R = a part of the rows.
 """
 
 import torch
@@ -37,28 +38,28 @@ def reduce(
     copies: Copies,
     into: Columns,
     dtype: torch.dtype,
-    index: torch.Tensor | None = None,
-    unrounded: torch.Tensor | None = None,
+    index_M: torch.Tensor | None = None,
+    unrounded_RH: torch.Tensor | None = None,
     first_unrounded: int = 0,
     launches: Launches | None = None,
 ) -> None:
     """Add up each row's copies: [M, H] -> [N, H], rounded once; its lists likewise.
 
     Args:
-        columns: rows [M, H], or more, of which `index` names the copies; probabilities likewise,
+        columns: rows [M, H], or more, of which `index_M` names the copies; probabilities likewise,
             [M, W] lists, or [M] if every copy is for one expert.
         copies: what was copied.
         into: rows [N, H]; probabilities [N, W] or none.
         dtype: dtype of the sums.
-        index: [M] the row of `columns` in which each copy lies; None if they lie in order.
-        unrounded: [any number, H] sums that are kept as they are, in `dtype`, besides.
-        first_unrounded: the row whose sum comes first there.
+        index_M: the row of `columns` in which each copy lies; None if they lie in order.
+        unrounded_RH: receives the sums of some rows before rounding, in `dtype`.
+        first_unrounded: the first of these rows.
         launches: kept for the next columns of the same shapes.
     """
     launches = {} if launches is None else launches
     rows, probs = columns.rows, None if into.probs is None else columns.probs
     if "reduce" not in launches:
-        unit = values_per_unit(rows, into.rows, unrounded)
+        unit = values_per_unit(rows, into.rows, unrounded_RH)
         num_units = rows.shape[1] // unit
         units = tile_for(num_units, SUMMED).units
         launches["reduce"] = Launch(
@@ -71,7 +72,7 @@ def reduce(
             stride_of(probs),
             into.rows.stride(0) // unit,
             stride_of(into.probs),
-            stride_of(unrounded) // unit,
+            stride_of(unrounded_RH) // unit,
             sum_type(dtype),
             sum_type(rows.dtype if columns.probs is None else columns.probs.dtype),
             unit,
@@ -81,15 +82,15 @@ def reduce(
         into.rows.shape[0],
         rows,
         probs,
-        index,
+        index_M,
         copies.by_row,
         copies.row_starts,
         copies.place if probs is not None and probs.dim() == 1 else None,
         into.rows,
         into.probs,
-        unrounded,
+        unrounded_RH,
         first_unrounded,
-        first_unrounded + (0 if unrounded is None else unrounded.shape[0]),
+        first_unrounded + (0 if unrounded_RH is None else unrounded_RH.shape[0]),
     )
 
 

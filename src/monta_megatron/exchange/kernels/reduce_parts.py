@@ -36,7 +36,7 @@ def reduce_parts(
     into: Columns,
     dtype: torch.dtype,
     parts_per_sum: int,
-    unrounded: torch.Tensor | None = None,
+    unrounded_NH: torch.Tensor | None = None,
     rank: int = 0,
     launches: Launches | None = None,
 ) -> None:
@@ -47,7 +47,7 @@ def reduce_parts(
         into: rows [N, H]; probabilities [N] or [N, W], if `columns` has them.
         dtype: dtype of the rows' sums; those of probabilities are in fp32, or fp64 if they are.
         parts_per_sum: see `chains.stage_operations.parts_per_sum`.
-        unrounded: [N, H] this rank's part before it was rounded, in `dtype`; None if it was not.
+        unrounded_NH: this rank's part before rounding, in `dtype`; None if it was not rounded.
         rank: the position of that part.
         launches: kept for the next columns of the same shapes.
     """
@@ -57,7 +57,7 @@ def reduce_parts(
     if num_rows == 0:
         return
     if rank not in launches:
-        unit = values_per_unit(rows, into.rows, unrounded)
+        unit = values_per_unit(rows, into.rows, unrounded_NH)
         num_units = rows.shape[1] // unit
         launches[rank] = Launch(
             _reduce_parts,
@@ -72,13 +72,13 @@ def reduce_parts(
             stride_of(probs),
             into.rows.stride(0) // unit,
             stride_of(into.probs),
-            stride_of(unrounded) // unit,
+            stride_of(unrounded_NH) // unit,
             sum_type(dtype),
             sum_type(rows.dtype if probs is None else probs.dtype),
             unit,
             UNITS,
         )
-    launches[rank](num_rows, rows, probs, into.rows, into.probs, unrounded, num_rows)
+    launches[rank](num_rows, rows, probs, into.rows, into.probs, unrounded_NH, num_rows)
 
 
 @kernel("rows", "into_rows", "unrounded")

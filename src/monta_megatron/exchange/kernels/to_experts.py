@@ -33,7 +33,7 @@ def to_experts(
     columns: Columns,
     copies: Copies,
     into: Columns,
-    places: torch.Tensor | None = None,
+    places_M: torch.Tensor | None = None,
     launches: Launches | None = None,
 ) -> None:
     """Copy each row for every expert that it goes to, and put it where that expert takes it.
@@ -42,22 +42,22 @@ def to_experts(
         columns: rows [N, H], and probabilities [N, W] if `into` has them.
         copies: what is copied, each for one expert.
         into: rows [R, H]; probabilities [R] or none.
-        places: [M] where each copy belongs in `into`; None if they lie there in their order.
+        places_M: row of each copy in `into`; None if they lie there in order.
         launches: kept for the next columns of the same shapes.
     """
     launches = {} if launches is None else launches
-    rows, probs = columns.rows, None if into.probs is None else columns.probs
+    rows_NH, probs_NW = columns.rows, None if into.probs is None else columns.probs
     if "to experts" not in launches:
-        unit = values_per_unit(rows, into.rows)
-        num_units = rows.shape[1] // unit
+        unit = values_per_unit(rows_NH, into.rows)
+        num_units = rows_NH.shape[1] // unit
         tile = tile_for(num_units, MOVED)
         launches["to experts"] = Launch(
             _to_experts,
             tile.rows,
             blocks_of(num_units, tile.units),
             num_units,
-            rows.stride(0) // unit,
-            stride_of(probs),
+            rows_NH.stride(0) // unit,
+            stride_of(probs_NW),
             into.rows.stride(0) // unit,
             stride_of(into.probs),
             unit,
@@ -67,11 +67,11 @@ def to_experts(
     num_copies = copies.row.shape[0]
     launches["to experts"](
         num_copies,
-        rows,
-        probs,
+        rows_NH,
+        probs_NW,
         copies.row,
         copies.place,
-        places,
+        places_M,
         into.rows,
         into.probs,
         num_copies,
