@@ -51,7 +51,7 @@ def _put(point: Point, device: torch.device) -> Callable[[], object]:
 
 
 def _columns(num_rows: int, device: torch.device) -> tuple[Columns, Copies]:
-    """Rows with their lists, and one copy of each in an order of their own, for a first expert."""
+    """Rows with their lists, and one copy of each row, in random order, for its first expert."""
     columns, order_N = rows_with_lists(num_rows, device)
     starts = torch.arange(num_rows + 1, device=device)
     return Columns(*columns), Copies(order_N, order_N.argsort(), starts, torch.zeros_like(order_N))
@@ -59,13 +59,13 @@ def _columns(num_rows: int, device: torch.device) -> tuple[Columns, Copies]:
 
 def _sum(point: Point, device: torch.device) -> Callable[[], object]:
     num_rows, num_copies = point.num_rows, point.num_rows * NUM_COPIES
-    # [N, W] one expert of every part, so that a row has a copy in every part.
+    # One expert of every part, so that each row has a copy in every part.
     ids_NW = torch.arange(NUM_COPIES, dtype=torch.int32, device=device).repeat(num_rows, 1)
     parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
     copies, rows_MH = Copies.empty(num_rows, num_copies, parts, device), rows_of(num_copies, device)
     find_copies(ids_NW, parts, copies)
     columns = Columns(rows_MH, torch.ones(num_copies, device=device))
-    # The executor has allocated the message for all chunks.
+    # Allocated in advance, as by the executor.
     into = Columns(torch.empty_like(rows_MH[:num_rows]), torch.empty(ids_NW.shape, device=device))
     return lambda: reduce(columns, copies, into, torch.float32)
 

@@ -15,7 +15,7 @@ from monta_megatron.exchange.buffers import MessageFormat
 from monta_megatron.exchange.copies import Copies, Parts, find_copies, put_rows
 from monta_megatron.exchange.counts import CountTable, expert_ids_of
 
-# Makes the buffers of an operation in memory; the function that it returns runs it.
+# Allocates the buffers of an operation in memory; returns a function that runs it.
 Prepare: TypeAlias = Callable[[Point, torch.device], Callable[[], object]]
 
 
@@ -45,9 +45,9 @@ def _put(point: Point, device: torch.device) -> Callable[[], object]:
 
 
 def rows_with_lists(num_rows: int, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """[N, H] rows with their [N, W] probabilities and expert ids, in an order: [N]."""
+    """[N, H] rows with their [N, W] probabilities and expert ids, and a random order [N]."""
     probs_NW = torch.ones(num_rows, TOPK, device=device)
-    # Small, but operations of their own.
+    # Small, but each column is an operation.
     columns = [rows_of(num_rows, device), probs_NW, probs_NW.to(torch.int32)]
     order_N = torch.randperm(num_rows, generator=torch.Generator().manual_seed(1))
     return columns, order_N.to(device)
@@ -55,7 +55,7 @@ def rows_with_lists(num_rows: int, device: torch.device) -> tuple[list[torch.Ten
 
 def _sum(point: Point, device: torch.device) -> Callable[[], object]:
     num_rows, num_copies = point.num_rows, point.num_rows * NUM_COPIES
-    # [N, W] one expert of every part, so that a row has a copy in every part.
+    # One expert of every part, so that each row has a copy in every part.
     ids_NW = torch.arange(NUM_COPIES, device=device).expand(num_rows, -1)
     parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
     copies, rows_MH = Copies.empty(num_rows, num_copies, parts, device), rows_of(num_copies, device)
@@ -63,8 +63,8 @@ def _sum(point: Point, device: torch.device) -> Callable[[], object]:
     shares_M = torch.ones(num_copies, device=device)
 
     def add() -> torch.Tensor:
-        # The sum is in fp32; the message that it is sent in is allocated separately. After it the
-        # probabilities go back to the ids of their experts.
+        # Sum in fp32, into a message allocated separately; then scatter the probabilities to the
+        # places of their experts.
         into_NH = rows_MH.new_empty(num_rows, rows_MH.shape[1])
         into_NH.copy_(copies.sum_by_row(rows_MH, torch.float32))
         into_probs_NW = shares_M.new_zeros(num_rows, NUM_COPIES)
@@ -89,7 +89,7 @@ def count(point: Point, device: torch.device, table: CountTable) -> Callable[[],
 def lists(
     point: Point, device: torch.device, list_experts: Callable[..., object] = expert_ids_of
 ) -> Callable[[], object]:
-    """Makes the lists of experts of every token, as the dispatcher does."""
+    """Derive the expert lists of tokens, as the dispatcher does."""
     routing_map_NE = routing_map(point.num_rows, NUM_EXPERTS).to(device)
     probs_NE = torch.ones(point.num_rows, NUM_EXPERTS, device=device)
     return lambda: list_experts(routing_map_NE, probs_NE, TOPK)
@@ -107,7 +107,7 @@ def rows_of(num_rows: int, device: torch.device) -> torch.Tensor:
 
 
 def drawn_lists(num_rows: int, device: torch.device) -> tuple[torch.Tensor, ExpertRange, int]:
-    """[N, W] int32 drawn experts of each row, `TOPK` parts of all experts, and copies for these."""
+    """[N, W] int32 random experts of each row, `TOPK` parts of all experts, number of copies."""
     ids_NW, size = draw_experts(num_rows, NUM_EXPERTS), NUM_EXPERTS // TOPK
     hits_NP = torch.zeros(num_rows, TOPK, dtype=torch.bool).scatter(1, ids_NW // size, True)
     parts = ExpertRange(first=0, size=size, num_parts=TOPK)
@@ -115,12 +115,12 @@ def drawn_lists(num_rows: int, device: torch.device) -> tuple[torch.Tensor, Expe
 
 
 def draw_experts(num_rows: int, num_experts: int) -> torch.Tensor:
-    """[N, W] ascending experts of each row."""
+    """[N, W] random experts of each row, ascending."""
     scores_NE = torch.rand(num_rows, num_experts, generator=torch.Generator().manual_seed(1))
     return scores_NE.topk(TOPK, dim=1).indices.sort(dim=1).values
 
 
 def routing_map(num_rows: int, num_experts: int) -> torch.Tensor:
-    """[N, E] bool: drawn experts, as Megatron's router has them."""
+    """[N, E] bool: random experts, as a map of Megatron's router."""
     ids_NW = draw_experts(num_rows, num_experts)
     return torch.zeros(num_rows, num_experts, dtype=torch.bool).scatter(1, ids_NW, True)

@@ -3,9 +3,8 @@
 Copies are derived on the device from the expert ids. The host knows the size of every output from
 the counts, so nothing here waits for the device, and no kept tensor is allocated here.
 
-A copy takes its token's whole list of experts along. Each of them belongs to one part alone, so the
-parts behind this one find theirs in it, and on the way back every other copy adds 0 to a
-probability.
+A copy carries its token's whole list of experts. Each expert belongs to one part, so later stages
+find theirs in the list, and on the way back every other copy adds 0 to a probability.
 
 Notation: N = rows, W = most experts of any row, M = copies, P = parts, T = tokens of this rank, E =
 experts, B = token blocks, H = hidden size, 1 = one more on the axis before.
@@ -24,7 +23,7 @@ T = TypeVar("T", int, NDArray[np.int64])
 
 
 def block_size(num_tokens: T, num_blocks: int) -> T:
-    """Tokens in a full block: the first blocks are full, one takes the rest, others are empty."""
+    """Tokens of a full block: full blocks come first, then the remainder, then empty ones."""
     return -(-num_tokens // num_blocks)
 
 
@@ -36,15 +35,15 @@ def count_routing(
     Args:
         routing_map_TE: bool.
         num_blocks: B.
-        part_sizes: P by name, of equal parts; each part is made of some of the next kind's.
-        with_most: whether the most experts of any token are wanted.
+        part_sizes: P by name, for equal parts; each part consists of parts of the next kind.
+        with_most: also return the most experts of any token.
 
     Returns:
         "experts": [B, E] tokens of each expert; for every name of parts, [B, P] tokens with an
         expert in each; "most experts": [1] of any token, 0 without tokens.
     """
     num_tokens = len(routing_map_TE)
-    # Of no tokens there is no maximum: then blocks are of one token that has no expert.
+    # The maximum of no tokens is undefined: pad blocks to one token without an expert.
     size = max(block_size(num_tokens, num_blocks), 1)
     if missing := num_blocks * size - num_tokens:
         routing_map_TE = torch.nn.functional.pad(routing_map_TE, (0, 0, 0, missing))
@@ -62,17 +61,16 @@ def count_routing(
 
 
 class Copies(NamedTuple):
-    """The copies of one chunk's rows, and the way back; int64.
+    """Copies of one chunk's rows, and the index back to the rows; int64.
 
-    Memory grows with the copies, of which there are no more than token-expert pairs, and not
-    with W.
+    Memory is proportional to the copies, at most one per token-expert pair, and independent of W.
 
     Attributes:
-        row: [M] the row that each copy is made from; copies are ordered by part, then by row.
-        by_row: [M] the copies, ordered by row, then by part.
-        row_starts: [N + 1] where each row's copies begin in `by_row`.
-        place: [M] where in its row's list the expert of each copy stands; None where a part has
-            several experts.
+        row: [M] source row of each copy; copies are ordered by part, then by row.
+        by_row: [M] copies, ordered by row, then by part.
+        row_starts: [N + 1] start of each row's copies in `by_row`, and the end.
+        place: [M] position of each copy's expert in its row's list; None for parts of several
+            experts.
     """
 
     row: torch.Tensor
@@ -84,7 +82,7 @@ class Copies(NamedTuple):
     def empty(
         cls, num_rows: int, num_copies: int, parts: ExpertRange, device: torch.device
     ) -> "Copies":
-        """Memory for the copies of one chunk, by N and M."""
+        """Uninitialised copies of one chunk."""
         sizes = cls.sizes(num_rows, num_copies, parts)
         return cls(*torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes))
 
@@ -102,7 +100,7 @@ class Copies(NamedTuple):
         Args:
             copies: [M, H], or more rows, of which `index_M` names the copies.
             dtype: dtype of the sum.
-            index_M: the row of `copies` in which each copy lies; None if they lie in order.
+            index_M: row of each copy in `copies`; None if they are in order.
         """
         order_M = self.by_row
         if copies.dtype != dtype:
@@ -116,7 +114,7 @@ class Parts(NamedTuple):
     """The parts of a `Duplicate` on the device, for all chunks.
 
     Attributes:
-        bounds: [most N, P + 1] where each part's experts begin, and where the last part's end.
+        bounds: [most N, P + 1] first expert of each part, and the end of the last part.
         numbers: 0, 1, 2, ... up to the most rows or copies.
     """
 
@@ -125,7 +123,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, parts: ExpertRange, num_rows: int, num_copies: int, ids: torch.Tensor) -> "Parts":
-        """For chunks of at most so many rows and copies, with expert ids like these."""
+        """For chunks of at most `num_rows` and `num_copies`, in the dtype and device of `ids`."""
         end = parts.first + parts.size * parts.num_parts
         bounds = torch.arange(parts.first, end + 1, parts.size, dtype=ids.dtype, device=ids.device)
         return cls(
@@ -135,7 +133,7 @@ class Parts(NamedTuple):
 
 
 def find_copies(ids_NW: torch.Tensor, parts: Parts, copies: Copies) -> None:
-    """Find the copies that rows with these experts need.
+    """Derive the copies of rows from their experts.
 
     Hand-worked: two rows with ids [1 4 5] and [0 5 -], two parts of experts 0-3 and 4-7. The
     places where experts 0, 4 and 8 would stand are [0 1 3] and [0 1 2], so both rows have experts
@@ -143,8 +141,8 @@ def find_copies(ids_NW: torch.Tensor, parts: Parts, copies: Copies) -> None:
 
     Args:
         ids_NW: ascending experts of each row, padded with a number beyond the last expert.
-        parts: what to copy for.
-        copies: what was found is written there; its sizes are known from the counts.
+        parts: the parts of the stage.
+        copies: receives the result; its sizes are known from the counts.
     """
     num_rows, num_copies = len(ids_NW), len(copies.row)
     # [N, P + 1] -> [P + 1, N]
@@ -156,30 +154,30 @@ def find_copies(ids_NW: torch.Tensor, parts: Parts, copies: Copies) -> None:
     torch.remainder(position_M, max(num_rows, 1), out=copies.row)
     if copies.place is not None:
         torch.index_select(places_P1N.flatten(), 0, position_M, out=copies.place)
-        # Should ids and counts be at odds, nothing outside the lists is touched.
+        # If ids and counts disagree, stay inside the lists.
         copies.place.clamp_(max=ids_NW.shape[1] - 1)
-    # `position_M` is not needed any more: the rows in ascending order take its memory.
+    # Reuse `position_M` for the rows in ascending order.
     torch.sort(copies.row, stable=True, out=(position_M, copies.by_row))
     torch.searchsorted(position_M, parts.numbers[: num_rows + 1], out=copies.row_starts)
 
 
 def copy_rows(into_NH: torch.Tensor, rows_MH: torch.Tensor, index_N: torch.Tensor) -> None:
-    """Take rows from where they are: into[n] = rows[index[n]], for `rows_MH` [N, H] or [N]."""
+    """Gather rows: into[n] = rows[index[n]]; tensors may lack the axis H."""
     into_NH, rows_MH = _in_wide_values(into_NH, rows_MH)
     torch.index_select(rows_MH, 0, index_N, out=into_NH)
 
 
 def put_rows(into_MH: torch.Tensor, index_N: torch.Tensor, rows_NH: torch.Tensor) -> None:
-    """Put rows where they belong: into[index[n]] = rows[n], for `rows_NH` [N, H] or [N]."""
+    """Scatter rows: into[index[n]] = rows[n]; tensors may lack the axis H."""
     into_MH, rows_NH = _in_wide_values(into_MH, rows_NH)
     into_MH.index_copy_(0, index_N, rows_NH)
 
 
 def _in_wide_values(into: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as 16-byte values, if all rows of both begin and end at multiples of 16 bytes.
+    """View both as 16-byte values, if all their rows begin and end at multiples of 16 bytes.
 
-    Kernels that move rows work value by value. Passing the same bytes as fewer, wider values takes
-    a quarter of the time on a CPU (1,350 rows of 4 KiB put where they belong).
+    torch's kernels copy value by value. The same bytes as fewer, wider values take a quarter of the
+    time on a CPU (1,350 rows of 4 KiB scattered).
     """
     if rows.dim() < 2:
         return into, rows

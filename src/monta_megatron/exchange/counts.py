@@ -30,12 +30,12 @@ from monta_megatron.exchange.kernel_choice import is_fused
 
 
 class HostWait(NamedTuple):
-    """A collective of an exchange, outside its passes, that the host may be waiting for.
+    """A collective outside the passes on which the host may be blocked.
 
     Attributes:
-        what: the collective, with what it belongs to.
+        what: the collective and its purpose.
         process_group: the ranks of the exchange.
-        since_s: since when, by `time.monotonic`.
+        since_s: start, by `time.monotonic`.
     """
 
     what: str
@@ -55,10 +55,10 @@ host_waits: list[HostWait] = []
 
 @contextmanager
 def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Name the exchange that failed where a peer has died or stopped, as the executor does.
+    """Raise failures inside the block as `ExchangeError`s that name the collective.
 
     Args:
-        what: the collective, with what it belongs to.
+        what: the collective and its purpose.
         group: the ranks of an exchange.
 
     Raises:
@@ -76,15 +76,15 @@ def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCounts:
-    """Counts that one rank has received, on the host.
+    """Counts received by one rank, on the host.
 
     Attributes:
-        count_permuted_tokens: called for `permuted_tokens` where they are needed.
-        tokens: counts for chains whose rows are tokens; None if no candidate's are.
+        count_permuted_tokens: computes `permuted_tokens` at the first use.
+        tokens: counts for chains whose rows are tokens; None without such candidates.
         num_tokens: [S] tokens of every rank.
         max_experts_per_token: of any token; 0 where rows are permuted tokens only.
-        received_rows: [S] rows that the experts of every rank got in the layer's last exchange.
-        heads: [S] what every rank says of its choice; see `integration.auto`.
+        received_rows: [S] rows received by each rank's experts in the layer's last exchange.
+        heads: [S] bits about each rank's choice; see `integration.auto`.
     """
 
     count_permuted_tokens: Callable[[], Counts]
@@ -106,21 +106,21 @@ class ExchangeCounts:
 
     @property
     def busiest_over_mean(self) -> float | None:
-        """Rows that the busiest rank received last time, over the mean; None the first time."""
+        """Rows received by the busiest rank in the last exchange over the mean; None before one."""
         rows = self.received_rows
         return float(rows.max() / rows.mean()) if rows.any() else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountTable:
-    """Counts what the candidate chains on one layout need, and no more; see `chains.counts`.
+    """Exchanges the counts required by the candidate chains of a layout; see `chains.counts`.
 
     Attributes:
         chains: the candidates.
         layout: this rank's position.
         num_blocks: B, the number of token blocks; 1 if all chains' rows are permuted
             tokens.
-        kernels: what counts, see `kernel_choice`.
+        kernels: "torch" or "fused"; see `kernel_choice`.
     """
 
     chains: tuple[Chain, ...]
@@ -141,16 +141,16 @@ class CountTable:
     def count(
         self, routing_map_TE: torch.Tensor, head: int = 0, received_rows: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Count on the device of the map, with no sync.
+        """Count tokens on the device of the map, without a sync.
 
         Args:
             routing_map_TE: bool.
             head: 63 bits for all ranks; see `integration.auto`.
-            received_rows: likewise, rows that this rank's experts got in the last exchange.
+            received_rows: rows received by this rank's experts in the last exchange.
 
         Returns:
-            The message to every rank, [S, B, X] int32; and what this rank sends in all, by the
-            names of `sizes`: [B, E] pairs, [B, P] tokens.
+            The message to each rank, [S, B, X] int32, and this rank's own counts by the names of
+            `sizes`: [B, E] pairs, [B, P] tokens.
         """
         num_tokens, device, layout = len(routing_map_TE), routing_map_TE.device, self.layout
         assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens: int32 cannot count them"
@@ -167,7 +167,7 @@ class CountTable:
         )
         most_experts = sent.pop("most experts", tokens[:1])
 
-        # The ranks of a group are sent the same: those of a node, or those of an EP rank.
+        # All ranks of a node, or of an EP rank, get the same message.
         num_nodes = layout.num_nodes if "node" in parts else 1
         num_groups = {"node": num_nodes, "rank": num_nodes} if "node" in parts else {}
         num_ranks = len(layout.nodes)
@@ -195,7 +195,7 @@ class CountTable:
         # Blocks come first in memory, because a chain sums those of each chunk.
         by_block_BSX = np.ascontiguousarray(received_SBX.swapaxes(0, 1), dtype=np.int64)
         messages_SBX, sent = by_block_BSX.swapaxes(0, 1), joined_K[-num_sent:].astype(np.int64)
-        # The head is the same in all blocks; what a rank says is its last two columns.
+        # All blocks have the same head, whose last two columns are the bits of `heads`.
         num_tokens_S, received_rows_S, most_experts_S = by_block_BSX[0, :, : HEAD_SIZE - 2].T
         heads_S = received_SBX[:, 0, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
 
@@ -220,7 +220,7 @@ class CountTable:
 
     @cached_property
     def _sections(self) -> tuple[dict[str, slice], dict[str, slice]]:
-        """By section, its columns of a message, and the place of this rank's own."""
+        """Columns of each section in a message, and its slice of this rank's own counts."""
         lengths = {name: self.num_blocks * size for name, size in self.sizes.items()}
         return _slices(message_columns(self.chains, self.layout)), _slices(lengths)
 
@@ -255,7 +255,7 @@ class CountTable:
 
 
 def _slices(widths: Mapping[str, int]) -> dict[str, slice]:
-    """By name, where pieces of these widths lie one after the other."""
+    """Slices of consecutive pieces of these widths, by name."""
     ends = accumulate(widths.values())
     return {
         name: slice(end - width, end)
@@ -266,7 +266,7 @@ def _slices(widths: Mapping[str, int]) -> dict[str, slice]:
 def expert_ids_of(
     routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, max_experts_per_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts in ascending order, and their probabilities, with no sync.
+    """Each token's experts in ascending order, and their probabilities, without a sync.
 
     Args:
         routing_map_TE: bool.
@@ -280,7 +280,7 @@ def expert_ids_of(
 
 
 class _ExpertIds(torch.autograd.Function):
-    """Keeps the map until backward, which is there anyway, and no indices [T, W]."""
+    """Saves for backward only the map, which is kept alive anyway, and no indices [T, W]."""
 
     @staticmethod
     def forward(

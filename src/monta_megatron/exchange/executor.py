@@ -1,7 +1,7 @@
-"""The executor: runs the program of a pass, as an autograd function. It decides nothing.
+"""The executor: runs the program of a pass as an autograd function, and decides nothing.
 
-The backward of dispatch is the program of combine, and the reverse. Neither saves its inputs, so
-that a schedule may free them once the pass has returned. See `chains.lower`.
+The backward of dispatch is the program of combine, and vice versa. Neither saves its inputs, so a
+schedule may free them once the pass returns. See `chains.lower`.
 
 Notation: N = source rows, M = expert rows, H = hidden size, W = most experts of any token.
 """
@@ -27,16 +27,16 @@ from monta_megatron.exchange.streams import Ready, streams_for
 
 
 def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
-    """Apply the chain, or its transpose, to all rows.
+    """Run a pass: the chain, or its transpose, over all rows.
 
     Args:
-        exchange: what is sent.
+        exchange: this micro-batch's exchange.
         pass_: the pass.
-        columns: contiguous, on the source side, or on the experts' side for a transpose.
+        columns: contiguous; source rows, or for a transpose expert rows.
 
     Returns:
-        The columns on the other side, without ids. They share no memory with the input unless no
-        stage of the chain moves anything (every group has one rank, one chunk, one local expert).
+        The columns on the other side, without ids. They share memory with the input only if no
+        stage copies rows (groups of one rank, one chunk, one local expert).
 
     Raises:
         ExchangeError: a collective failed or timed out.
@@ -47,20 +47,20 @@ def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
 
 
 class Execution:
-    """A pass under way.
+    """A pass in flight.
 
     Args:
-        exchange: what is sent.
+        exchange: this micro-batch's exchange.
         pass_: the pass.
         columns: see `run`.
-        output: where the pass writes its result; None lets it allocate that.
+        output: buffers for the result; None allocates them.
 
     Attributes:
         buffers: its messages.
         bound: the program of the pass with this micro-batch's rows.
         groups: the process group for every group name of the chain.
-        num_issued: operations that were issued.
-        works: by number of a collective, what was started; emptied where the host has waited.
+        num_issued: operations issued so far.
+        works: by number of a collective, its torch works; emptied once the host has waited.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class Execution:
         errors.UNDER_WAY.add(self)
 
     def fork(self) -> None:
-        """Let the side streams begin behind what the caller's stream was given so far."""
+        """Make the side streams wait for all work issued on the caller's stream."""
         self._streams.fork(self.bound.program.num_streams)
 
     def start(self) -> None:
-        """Begin a pass whose caller continues; its first collective is under way then."""
+        """Fork and issue operations up to the first collective; the caller continues."""
         self.fork()
         self._issue_all(self.bound.program.operations[: self.bound.program.num_at_start])
 
     def go_on(self) -> None:
-        """Issue the rest of the operations; the caller's stream is current before and after."""
+        """Issue the remaining operations; the caller's stream is current before and after."""
         self._issue_all(self.bound.program.operations[self.num_issued :])
 
     def finish(self) -> Columns:
-        """Issue the rest, and return the output as `run` does."""
+        """Issue the remaining operations, join the streams, and return the output as `run` does."""
         self.go_on()
         program = self.bound.program
         for number in program.waits_at_end:
@@ -142,7 +142,7 @@ class Execution:
             self.buffers.release(operation)
 
     def _wait(self, number: int) -> None:
-        """Let the current stream, or the host, wait for an operation."""
+        """Make the current stream, or the host, wait for an operation."""
         monitor, operation = self._monitor, self.bound.program.operations[number]
         if monitor.recorder is not None:
             monitor.note("wait", self.buffers.pass_name, operation)
@@ -193,7 +193,7 @@ class _Combine(torch.autograd.Function):
 def dispatch(
     exchange: Exchange, rows_NH: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move rows and probabilities to their experts; differentiable.
+    """Send rows and probabilities to their experts; differentiable.
 
     Args:
         exchange: this micro-batch's exchange.

@@ -1,7 +1,7 @@
 """Operations of the executor as PyTorch operations on any device.
 
-Each takes the buffers of its pass and writes those that the program says. Collectives return what
-was started and is not waited for.
+Each reads and writes the buffers named by the program. Collectives return their torch works without
+waiting.
 
 Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size, W = most experts of
 any row, R = a part of the rows.
@@ -42,14 +42,14 @@ def put(buffers: Buffers, operation: Operation) -> None:
 
 
 def find(buffers: Buffers, operation: Operation) -> None:
-    """Find the copies of rows, from their expert ids."""
+    """Derive the copies of rows from their expert ids."""
     columns, _ = buffers.source(operation)
     assert columns.ids is not None, f"{operation.stage} has nothing to find"
     find_copies(columns.ids, _parts(buffers, operation, columns.ids), buffers.copies(operation))
 
 
 def duplicate(buffers: Buffers, operation: Operation) -> None:
-    """Copy each row for every part that it goes to: [N, H] -> [M, H], with its list."""
+    """Copy each row, with its list, once per destination part: [N, H] -> [M, H]."""
     copies, (read, *_), (written, *_) = buffers.copies(operation), operation.reads, operation.writes
     if buffers.formats[read] == buffers.formats[written]:
         # Messages of the same format are copied with all of their columns at once.
@@ -67,7 +67,7 @@ def duplicate(buffers: Buffers, operation: Operation) -> None:
 
 
 def reduce(buffers: Buffers, operation: Operation) -> None:
-    """Sum each row's copies: [M, H] -> [N, H], rounded once; its probabilities likewise."""
+    """Sum each row's copies and their probabilities, rounded once: [M, H] -> [N, H]."""
     columns, index_M = buffers.source(operation)
     copies, (into, _) = buffers.copies(operation), buffers.target(operation)
     targets = [(into.rows, slice(None))]
@@ -80,7 +80,7 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
         sums_NH = copies.sum_by_row(columns.rows[:, block], buffers.sum_dtype, index_M)
         for target, rows in targets:
             target[:, block] = sums_NH[rows]
-        # Its memory is needed for the next block.
+        # Free it before the next block.
         del sums_NH
     if into.probs is not None and columns.probs is not None:
         if columns.probs.dim() > 1:
@@ -92,13 +92,13 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
 
 
 def first_unrounded(buffers: Buffers, operation: Operation) -> int:
-    """The first of the rows whose next sum is this rank's, among those of a "reduce"."""
+    """First row of a "reduce" that this rank sums next."""
     gathered = buffers.exchange.bound.stages[operation.position - 1].receive[operation.chunk]
     return int(gathered[: buffers.group(operation).rank].sum())
 
 
 def reduce_parts(buffers: Buffers, operation: Operation) -> None:
-    """Sum the parts of each row that came from all ranks: [P * N, H] -> [N, H], rounded once."""
+    """Sum each row's parts from all ranks, rounded once: [P * N, H] -> [N, H]."""
     columns, _ = buffers.source(operation)
     into, _ = buffers.target(operation)
     unrounded_NH = buffers.columns(operation.reads[1]).rows if len(operation.reads) > 1 else None
@@ -114,12 +114,12 @@ def reduce_parts(buffers: Buffers, operation: Operation) -> None:
 
 
 def alltoall(buffers: Buffers, operation: Operation) -> Works:
-    """Start an exchange of rows with the group."""
+    """Start an AllToAll."""
     return _start(buffers, operation, start_all_to_all)
 
 
 def allgather(buffers: Buffers, operation: Operation) -> Works:
-    """Start to gather the group's rows, in the order of its ranks."""
+    """Start an AllGather, in the order of the ranks."""
     return _start(buffers, operation, start_all_gather)
 
 
@@ -137,7 +137,7 @@ OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = {
 
 
 def _parts(buffers: Buffers, operation: Operation, ids_NW: torch.Tensor) -> Parts:
-    """Parts of a stage's copies, held from the first chunk with ids like these to the last."""
+    """Parts of a stage's copies, cached from its first chunk to its last."""
     position, bound, held = operation.position, buffers.exchange.bound, buffers.parts
     if position not in held:
         parts = bound.stages[position].parts

@@ -1,15 +1,15 @@
 """Dispatch, experts and combine of a micro-batch as one pipeline over chunks of its tokens.
 
-A chunk is an exchange of its own, with its own passes and its own rows at the experts; the order of
-its steps is that of `chains.pipelined_layer`.
+Each chunk is an exchange of its own, with its own passes and expert rows; `chains.pipelined_layer`
+gives the order of steps.
 
-The start of a pass and the wait for it are nodes of the autograd graph, made in this order. The
-engine runs the ready node that was made last, so backward is the mirror image: the transpose of a
-start waits for the pass that the transpose of the wait has started. It sums a parameter's gradients
-of all chunks before its hooks run, once.
+The start of a pass and the wait for it are nodes of the autograd graph, created in this order. The
+engine runs the ready node created last, so backward is the mirror image: the transpose of a start
+waits for the pass started by the transpose of the wait. The engine sums a parameter's gradients
+over all chunks before its hooks run, once.
 
-Nodes that only order others are joined by tokens, tensors without values: rows lie in tensors of
-all chunks, of which each pass reads and writes its slice.
+Empty tensors connect nodes that only impose an order: rows are in tensors of all chunks, and each
+pass reads and writes its slice.
 
 Notation: C = number of chunks, T = tokens of this rank, H = hidden size, W = most experts of any
 token, N = rows of a chunk for the local experts.
@@ -40,7 +40,7 @@ Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class BackgroundExperts(Protocol):
-    """Experts that compute beside the host: a call starts them, and `wait` ends it."""
+    """Experts that compute asynchronously: a call starts them, `wait` completes it."""
 
     def __call__(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -104,7 +104,7 @@ def run_pipeline(
 
 
 class _Pipeline:
-    """The passes under way, and the tensors of all chunks that they read and write."""
+    """Passes in flight, and the tensors of all chunks that they read and write."""
 
     def __init__(self, chunks: Sequence[Exchange]) -> None:
         self._chunks = chunks
@@ -113,7 +113,7 @@ class _Pipeline:
             ends.append(ends[-1] + int(chunk.bound.num_source_rows))
         self._tokens = [slice(*bounds) for bounds in pairwise(ends)]
         self._under_way: dict[tuple[str, int], Execution] = {}
-        # By pass: what is read, and what is written.
+        # Inputs and outputs of all chunks, by pass.
         self.sources: dict[str, Columns] = {}
         self._results: dict[str, Columns] = {}
 
@@ -127,20 +127,20 @@ class _Pipeline:
         Args:
             pass_: the pass.
             chunk: the chunk.
-            columns: what it reads; None for the chunk's tokens of its source.
+            columns: its input; None for the chunk's tokens in the pass's source.
         """
         output = None
         if columns is None:
             columns = _of_tokens(self.sources[pass_.name], self._tokens[chunk])
         else:
-            # Before the first of these passes forks its streams: memory that is made later may have
-            # been in use after that.
+            # Allocate before the first of these passes forks its streams: memory allocated later
+            # may have been in use after the fork.
             if pass_.name not in self._results:
                 self._results[pass_.name] = self._empty_like(columns)
             output = _of_tokens(self._results[pass_.name], self._tokens[chunk])
         execution = Execution(self._chunks[chunk], pass_, columns, output)
         if output is not None:
-            # This pass comes after the experts; what is left to issue of others must not.
+            # This pass comes after the experts; remaining operations of other passes must not.
             for other in self._under_way.values():
                 if other.bound.program.policy != "host":
                     other.go_on()
@@ -170,7 +170,7 @@ def _of_tokens(columns: Columns, tokens: slice) -> Columns:
 
 
 class _Enter(torch.autograd.Function):
-    """Entry of the pipeline: tensors of all tokens, for a token."""
+    """Entry of the pipeline: tensors of all tokens -> an empty tensor."""
 
     @staticmethod
     def forward(
@@ -189,7 +189,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """A step of a chunk that has no tensors of its own, and the step of its backward pass."""
+    """A step of a chunk without tensors of its own, and its step in backward."""
 
     @staticmethod
     def forward(
@@ -247,12 +247,12 @@ class _Leave(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Exit of the pipeline: the tokens of all chunks, for a tensor of all tokens."""
+    """Exit of the pipeline: an empty tensor per chunk -> the result of all tokens."""
 
     @staticmethod
     def forward(ctx: Any, pipeline: _Pipeline, *tokens: torch.Tensor) -> torch.Tensor:
         ctx.pipeline, ctx.num_chunks = pipeline, len(tokens)
-        # Read by dispatch.
+        # Dispatch has read them.
         pipeline.sources.clear()
         return pipeline.result(COMBINE).rows
 

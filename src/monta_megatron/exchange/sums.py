@@ -1,13 +1,12 @@
-"""Sums of rows in a given order, as PyTorch operations.
+"""Sums of rows in a fixed order, as PyTorch operations.
 
-The terms are added one after the other from +0.0, by the same operation on every device and with no
+Terms are added one after the other from +0.0, by the same operation on every device and without
 atomics, so the bits are the same in every run. Low-precision rows are converted first, a block of
-columns at a time: that takes `SUM_COLUMNS` values of the sum's dtype for each row, whatever the
-hidden size.
+columns at a time, which takes `SUM_COLUMNS` values of the sum's dtype per row at any hidden size.
 
 Bound: a sum of K terms is off by at most K 2^-24 of the sum of their absolute values (in fp32), and
-by one rounding. Where partial sums travel over h hops, this rank's part is not rounded for the
-way, and the error in bf16 (rms, against fp64) is at most 1.05 sqrt(1 + h) times that of one fp32
+by one rounding. Over h hops of partial sums, this rank's own part stays unrounded, and the
+error in bf16 (rms, against fp64) is at most 1.05 sqrt(1 + h) times that of one fp32
 sum rounded once.
 
 Notation: N = rows of the result, R = rows to add up, M = terms of all sums, P = parts of each row,
@@ -86,11 +85,11 @@ def sum_parts(
 
 
 def _whole_rows(rows_RH: torch.Tensor) -> torch.Tensor:
-    """Rows of a packed message with its other columns: contiguous, if possible without a copy."""
+    """Contiguous rows, without a copy if those of a packed message with all its columns will do."""
     num_rows, stride = rows_RH.shape[0], rows_RH.stride(0)
     end_bytes = (rows_RH.storage_offset() + num_rows * stride) * rows_RH.element_size()
     is_wide = rows_RH.stride(1) == 1 and rows_RH.shape[1] <= stride < 2 * rows_RH.shape[1]
-    # Columns that come first in their row: behind others, what follows is another chunk's.
+    # Only the first columns of a row: after others, the next bytes belong to another chunk.
     is_first = is_wide and rows_RH.storage_offset() % stride == 0
     if is_first and end_bytes <= rows_RH.untyped_storage().nbytes():
         return rows_RH.as_strided((num_rows, stride), (stride, 1))

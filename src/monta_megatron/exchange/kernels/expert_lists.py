@@ -1,8 +1,8 @@
-"""The experts of each token and their probabilities, as compact lists, and the way back.
+"""Experts of each token and their probabilities as compact lists, and the gradient.
 
     position of expert e = routed experts of the token before e
-    ids[t, position]     = e, and the number of experts behind the last one
-    lists[t, position]   = probs[t, e], and 0 behind the last one
+    ids[t, position]     = e, padded with E
+    lists[t, position]   = probs[t, e], padded with 0
     gradient of probs[t, e] = gradient of lists[t, position], 0 where e is not routed
 
 Bytes: the map is read once, each list and each routed probability read and written once.
@@ -42,7 +42,7 @@ def expert_ids_of(
 
 
 class _ExpertIds(torch.autograd.Function):
-    """Keeps the map until backward, which is there anyway."""
+    """Saves for backward only the map, which is kept alive anyway."""
 
     @staticmethod
     def forward(
@@ -77,7 +77,7 @@ class _ExpertIds(torch.autograd.Function):
 def _launch(
     function: Any, device: torch.device, dtype: torch.dtype, num_experts: int, *shared: int
 ) -> Launch:
-    """The launch for these numbers, and for values of this dtype on this device."""
+    """The launch for these sizes, dtype and device."""
     all_experts = triton.next_power_of_2(num_experts)
     tokens = max(1, min(MOST_TOKENS, TILE // all_experts))
     return Launch(function, tokens, 1, num_experts, *shared, tokens, all_experts)
