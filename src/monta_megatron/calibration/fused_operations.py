@@ -1,6 +1,6 @@
 """Operations in memory that a calibration times where Triton kernels run an exchange on a GPU.
 
-Notation: N = rows, W = experts of a token, M = copies, H = hidden size.
+Notation: N = rows, W = experts of a row, M = copies, H = hidden size.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,29 +51,29 @@ def _put(point: Point, device: torch.device) -> Callable[[], object]:
 
 
 def _columns(num_rows: int, device: torch.device) -> tuple[Columns, Copies]:
-    """Rows with their lists, and one copy of each in an order of their own, for a first expert."""
-    columns, order = rows_with_lists(num_rows, device)
+    """Rows with their lists, and one copy of each row, in random order, for its first expert."""
+    columns, order_N = rows_with_lists(num_rows, device)
     starts = torch.arange(num_rows + 1, device=device)
-    return Columns(*columns), Copies(order, order.argsort(), starts, torch.zeros_like(order))
+    return Columns(*columns), Copies(order_N, order_N.argsort(), starts, torch.zeros_like(order_N))
 
 
 def _sum(point: Point, device: torch.device) -> Callable[[], object]:
     num_rows, num_copies = point.num_rows, point.num_rows * NUM_COPIES
-    # [N, W] one expert of every part, so that a row has a copy in every part.
-    ids = torch.arange(NUM_COPIES, dtype=torch.int32, device=device).repeat(num_rows, 1)
+    # One expert of every part, so that each row has a copy in every part.
+    ids_NW = torch.arange(NUM_COPIES, dtype=torch.int32, device=device).repeat(num_rows, 1)
     parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
-    copies, rows = Copies.empty(num_rows, num_copies, parts, device), rows_of(num_copies, device)
-    find_copies(ids, parts, copies)
-    columns = Columns(rows, torch.ones(num_copies, device=device))
-    # The executor has allocated the message for all chunks.
-    into = Columns(torch.empty_like(rows[:num_rows]), torch.empty(ids.shape, device=device))
+    copies, rows_MH = Copies.empty(num_rows, num_copies, parts, device), rows_of(num_copies, device)
+    find_copies(ids_NW, parts, copies)
+    columns = Columns(rows_MH, torch.ones(num_copies, device=device))
+    # Allocated in advance, as by the executor.
+    into = Columns(torch.empty_like(rows_MH[:num_rows]), torch.empty(ids_NW.shape, device=device))
     return lambda: reduce(columns, copies, into, torch.float32)
 
 
 def _find(point: Point, device: torch.device) -> Callable[[], object]:
-    ids, parts, num_copies = drawn_lists(point.num_rows, device)
+    ids_NW, parts, num_copies = drawn_lists(point.num_rows, device)
     copies = Copies.empty(point.num_rows, num_copies, parts, device)
-    return lambda: find_copies(ids, parts, copies)
+    return lambda: find_copies(ids_NW, parts, copies)
 
 
 _lists = partial(lists, list_experts=expert_ids_of)

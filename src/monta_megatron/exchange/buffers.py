@@ -6,16 +6,16 @@ Where a stage copies the rows anyway, the columns after it share a message of by
 collective is issued once; elsewhere they are sent in place, column by column, because packing
 would cost a copy.
 
-No uninitialised byte is sent: the gaps between the columns of a packed row are zero.
+Gaps between the columns of a packed row are zero, so no uninitialised byte is sent.
 
 Overhead of a packed row: the probabilities, the ids, and alignment to 16 bytes. At H=4096 in bf16
 (8,192 bytes) with fp32 probabilities that is 16 bytes (0.2%) for a permuted token; for
 a token with 8 experts it is 8 * (4 + 4) = 64 bytes (0.8%) in dispatch and 32 bytes in its backward.
 
-On a device all buffers of one format lie in one allocation, made on the caller's stream before the
+On a device all buffers of one format share one allocation, made on the caller's stream before the
 pass forks. So every use comes after the allocation, and memory freed on the caller's stream can be
-used at once. The host of CPU ranks allocates a buffer when it is written, and frees it when it was
-read for the last time.
+used at once. On CPU ranks a buffer is allocated when it is first written and freed after its last
+read.
 
 Notation: N = rows, H = hidden size, W = most experts of any token.
 """
@@ -54,8 +54,8 @@ class Columns(NamedTuple):
 
     Attributes:
         rows: [N, H].
-        probs: [N] or [N, W], or None in a pass that carries rows alone.
-        ids: [N, W] int32, or None; they travel in dispatch forward only.
+        probs: [N] or [N, W]; None in a pass of rows alone.
+        ids: [N, W] int32; None except in dispatch forward.
     """
 
     rows: torch.Tensor
@@ -63,11 +63,11 @@ class Columns(NamedTuple):
     ids: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """The columns that are present."""
+        """All columns but those that are None."""
         return [column for column in self if column is not None]
 
     def of_rows(self, rows: slice) -> "Columns":
-        """The columns of some rows."""
+        """The same columns, restricted to `rows`."""
         probs, ids = self.probs, self.ids
         return Columns(
             self.rows[rows],
@@ -78,13 +78,13 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MessageFormat:
-    """The shape and dtype of each column of a row, and where it lies.
+    """Shape, dtype and offset of each column of a row.
 
     Attributes:
         shapes: shape of each column after the row axis: (H,), then () or (W,), then (W,).
         dtypes: dtype of each column.
         packed: the columns share one message of bytes; else each is a message.
-        device: where messages are allocated.
+        device: of the messages.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -94,7 +94,7 @@ class MessageFormat:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], packed: bool) -> "MessageFormat":
-        """The format of columns like these; a single one is never packed."""
+        """The format of `tensors`; a single column is never packed."""
         return cls(
             shapes=tuple(tuple(tensor.shape[1:]) for tensor in tensors),
             dtypes=tuple(tensor.dtype for tensor in tensors),
@@ -137,7 +137,7 @@ class MessageFormat:
 
     @cached_property
     def _places_bytes(self) -> list[slice]:
-        """Place of each column in a packed row."""
+        """Bytes of each column in a packed row."""
         sizes = [
             (math.prod(shape), dtype.itemsize)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -161,19 +161,19 @@ class Buffers:
     """The buffers of one pass over an exchange.
 
     Args:
-        exchange: what is sent.
+        exchange: this micro-batch's exchange.
         pass_: the pass.
-        columns: contiguous, on the side that the pass reads.
-        policy: how programs are executed on the device of the columns.
-        output: where the pass writes its result; None lets it allocate that.
+        columns: its input, contiguous.
+        policy: execution policy of the columns' device.
+        output: buffers for the result; None allocates them.
 
     Attributes:
-        exchange: what is sent.
+        exchange: this micro-batch's exchange.
         bound: the program of the pass with this micro-batch's rows.
         sum_dtype: dtype of the sums over copies of a row.
         indices: row indices and copies, which the passes of the exchange share.
         formats: of each buffer.
-        parts: by position of a stage, what its copies are found by; see `operations`.
+        parts: expert ranges of a stage's parts on the device, by its position; see `operations`.
     """
 
     def __init__(
@@ -184,13 +184,13 @@ class Buffers:
         policy: Policy,
         output: Columns | None = None,
     ) -> None:
-        rows, probs, device = columns.rows, columns.probs, columns.rows.device
+        rows_NH, probs, device = columns.rows, columns.probs, columns.rows.device
         width = exchange.max_experts_per_token
         self.exchange = exchange
-        self.sum_dtype = promoted(exchange.sum_dtype, rows.dtype)
+        self.sum_dtype = promoted(exchange.sum_dtype, rows_NH.dtype)
         row = RowFormat(
-            hidden_size=rows.shape[1],
-            value_bytes=rows.itemsize,
+            hidden_size=rows_NH.shape[1],
+            value_bytes=rows_NH.itemsize,
             prob_bytes=0 if probs is None else probs.itemsize,
             sum_bytes=self.sum_dtype.itemsize,
         )
@@ -198,20 +198,20 @@ class Buffers:
         self.bound = lower(exchange.bound, pass_, row, width, policy, order=exchange.order)
         program = self.bound.program
         prob_dtype = None if probs is None else probs.dtype
-        plan = _plan(program, width, rows.dtype, self.sum_dtype, prob_dtype, device)
+        plan = _plan(program, width, rows_NH.dtype, self.sum_dtype, prob_dtype, device)
         self.formats = plan.formats
         self.indices = exchange.indices(device)
         self.parts: dict[int, Parts] = {}
-        # Positions of the first stage of the pass, and of the last.
+        # Positions of the pass's first and last stage.
         last = len(exchange.bound.stages) - 1
         self._first, self._last = (last, 0) if pass_.transpose else (0, last)
-        # Messages and columns of all buffers of a format; by buffer, which of these, and its rows.
+        # Messages and columns per format; for each buffer, its index there and its rows.
         self._memory: list[tuple[list[torch.Tensor], Columns]] = []
         self._places: dict[int, tuple[int, slice]] = {}
-        # Views cost the host as much as an operation, so they are made when they are needed.
+        # Views are made lazily: each costs the host as much as an operation.
         self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
         self._columns: dict[int, Columns] = {0: columns}
-        # By buffer of all chunks and by chunk, its rows where they are one run.
+        # Rows of a chunk that are one contiguous run, by buffer and chunk.
         self._slices: dict[tuple[int, int], Columns] = {}
         if output is not None:
             self._columns[program.output] = output
@@ -230,7 +230,7 @@ class Buffers:
         return self.bound.program.pass_.name
 
     def messages(self, number: int) -> list[torch.Tensor]:
-        """The messages of a buffer; the host of CPU ranks allocates them when they are written."""
+        """The messages of a buffer; CPU ranks allocate them at the first write."""
         if number not in self._messages:
             if number in self._places:
                 which, rows = self._places[number]
@@ -252,35 +252,35 @@ class Buffers:
         return self._columns[number]
 
     def source(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
-        """The columns that an operation reads, and its chunk's rows [N] of them, if not all."""
+        """Input columns of an operation, and its chunk's row indices [N] if not all rows."""
         number = operation.reads[0]
         if number:
             return self.columns(number), None
         return self._of_chunk(number, self._first, operation.chunk)
 
     def sent(self, operation: Operation) -> list[torch.Tensor]:
-        """The messages that an operation reads."""
+        """Input messages of an operation."""
         number = operation.reads[0]
         return self.messages(number) if number else self.source(operation)[0].tensors()
 
     def target(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
-        """The columns that an operation writes, and its chunk's rows [N] of them, if not all."""
+        """Output columns of an operation, and its chunk's row indices [N] if not all rows."""
         number = operation.writes[0]
         if number != self.bound.program.output:
             return self.columns(number), None
         return self._of_chunk(number, self._last, operation.chunk)
 
     def copies(self, operation: Operation) -> Copies:
-        """The copies of a stage for its chunk."""
+        """Copies of an operation's chunk."""
         return self.indices.copies(operation.position, operation.chunk)
 
     def group(self, operation: Operation) -> PeerGroup:
-        """The group of a collective, or of the sum over ranks that a "reduce" is part of."""
+        """Group of a collective, or of the sum over ranks to which a "reduce" belongs."""
         assert operation.group is not None, f"{operation.kind} has no group"
         return self.exchange.groups[operation.group]
 
     def launches(self, operation: Operation) -> "Launches":
-        """Kernel launches that all chunks share; none are kept where rows are not regular."""
+        """Kernel launches shared by all chunks; not cached for irregular rows."""
         return {} if self._launches is None else self._launches[operation.series]
 
     def release(self, operation: Operation) -> None:
@@ -296,7 +296,7 @@ class Buffers:
     def _of_chunk(
         self, number: int, position: int, chunk: int
     ) -> tuple[Columns, torch.Tensor | None]:
-        """The columns of a buffer of all chunks, and the rows of one chunk in them."""
+        """Columns of a buffer of all chunks, and the row indices of one chunk."""
         segments = self.exchange.bound.stages[position].segments
         if segments is None:
             return self.columns(number), None
@@ -308,7 +308,7 @@ class Buffers:
         return self._slices[key], None
 
     def _reserve(self, plan: "_Plan") -> None:
-        """Allocate all buffers, those of one format together: one ring of slots after the other."""
+        """Allocate all buffers: one allocation per format, one slot of its ring after the other."""
         rows_at = self.bound.bound.rows_at
         for format_, slots in plan.allocations:
             end = 0
@@ -329,13 +329,13 @@ class Buffers:
 
 
 class _Plan(NamedTuple):
-    """What passes of one program and one dtype share.
+    """State shared by passes of one program and dtype.
 
     Attributes:
         formats: of each buffer.
-        allocations: format of buffers that are held until the join, and by ring slot the number,
-            boundary, chunk and copies of each of them.
-        launches: by series of an operation.
+        allocations: format of the buffers held until the join, and, for each ring slot, their
+            numbers, boundaries, chunks and copies.
+        launches: kernel launches by series of operations.
     """
 
     formats: tuple[MessageFormat, ...]
@@ -385,7 +385,7 @@ def _plan(
 
 
 def _is_regular(columns: Columns) -> bool:
-    """Whether all rows lie one after the other, those of hidden values at multiples of 16 bytes.
+    """Whether rows are contiguous and their hidden values aligned to 16 bytes.
 
     A single row, or none, may have any stride.
     """
@@ -399,5 +399,5 @@ def _is_regular(columns: Columns) -> bool:
 
 @cache
 def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """The dtype in which values of both are added."""
+    """Dtype for adding values of two dtypes."""
     return torch.promote_types(one, other)

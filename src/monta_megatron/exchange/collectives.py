@@ -1,9 +1,9 @@
-"""The two collectives of a chain, started without waiting, and the groups they run in.
+"""Asynchronous collectives of a chain, and their process groups.
 
-Groups are Megatron's, and the rails and nodes made from them. On a device the process group is
+Groups are Megatron's, and the rails and nodes derived from them. On a device the process group is
 called directly: the look-ups and checks of torch's functions take the host as long as the call. CPU
-ranks call those functions, which their emulation replaces; so do groups that a framework has
-wrapped, which need not have the methods of those in them.
+ranks call torch's functions, which their emulation replaces. So do groups wrapped by a framework,
+which may lack methods of the group inside.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ from monta_megatron.common.nodes import (
 from monta_megatron.common.torch_private import is_open, new_named_group, options_of, timeout_of
 from monta_megatron.core import Layout
 
-# Groups that are ours; Megatron made the others.
+# Created here; the other groups are Megatron's.
 OWN_GROUPS = ("node", "rail")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerGroup:
-    """A process group, and which of its ranks sit on which node.
+    """A process group and the node of each of its ranks.
 
     Attributes:
         name: for messages, such as "ep".
@@ -52,7 +52,7 @@ class PeerGroup:
 
     @cached_property
     def is_called(self) -> bool:
-        """Whether a device calls the process group itself."""
+        """Whether a device bypasses torch's functions and calls the process group directly."""
         is_torchs = dist.all_to_all_single is distributed_c10d.all_to_all_single
         return is_torchs and not torch_private.is_wrapped(self.process_group)
 
@@ -75,7 +75,7 @@ def start_all_to_all(
     send: list[int],
     group: PeerGroup,
 ) -> dist.Work:
-    """Send `send[p]` rows to every peer p and receive `receive[p]` rows from it."""
+    """Start to send `send[p]` rows to each peer p and receive `receive[p]` rows from it."""
     if output.is_cuda and group.is_called:
         return torch_private.start_all_to_all(group.process_group, output, input_, receive, send)
     work = dist.all_to_all_single(
@@ -97,7 +97,7 @@ def start_all_gather(
     send: list[int],
     group: PeerGroup,
 ) -> dist.Work:
-    """Send the same rows to everyone and receive `receive[p]` rows from every peer p."""
+    """Start to send the same rows to every peer and receive `receive[p]` rows from each peer p."""
     process_group, is_equal = group.process_group, len(set(receive)) == 1
     is_called = output.is_cuda and group.is_called
     if is_equal and is_called:
@@ -133,16 +133,16 @@ NCCL_SETTINGS = (
 UNSET = -(2**31)
 
 
-class _Made(NamedTuple):
-    """A group of ours, and how often it was made: all of its members have made it as often."""
+class _OwnGroup(NamedTuple):
+    """A group created here, and how many times; the same number on all members."""
 
     group: dist.ProcessGroup
     times: int
 
 
-# By default group, which is another after a restart of torch.distributed; then by members.
-# Layers share them.
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Made]] = WeakKeyDictionary()
+# By default group, since a restart of torch.distributed creates another; then by members. Shared by
+# all layers.
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _OwnGroup]] = WeakKeyDictionary()
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -175,10 +175,10 @@ def peer_groups(
     layout: Layout,
     megatron_groups: dict[str, dist.ProcessGroup],
 ) -> dict[str, PeerGroup]:
-    """The process group for every group name that one of the chains uses.
+    """Process groups of the chains, by name.
 
-    Rail and node groups are made by their own members alone: pipeline stages without MoE layers
-    never get here, and a world-wide `new_group` by only some ranks would break the next one by all.
+    Only their own members create rail and node groups: pipeline stages without MoE layers never
+    call this, and a world-wide `new_group` on only some ranks would break the next one by all.
 
     Args:
         chains: the chains whose stages name groups.
@@ -199,15 +199,15 @@ def peer_groups(
 
 
 def are_open(groups: Mapping[str, PeerGroup]) -> bool:
-    """Whether those groups of an exchange that are ours were not closed since they were made."""
+    """Whether the rail and node groups of an exchange are open."""
     return all(is_open(groups[name].process_group) for name in OWN_GROUPS if name in groups)
 
 
 def close_groups() -> None:
-    """Close the groups that are ours, which gives the memory of their communicators back.
+    """Close rail and node groups, and free the memory of their communicators.
 
-    All ranks of an exchange call this at the same place, when none of its passes is under way.
-    `peer_groups` makes them again.
+    All ranks of an exchange call this at the same point, with no pass in flight. `peer_groups`
+    creates the groups again.
     """
     made = _made.get(_world(), {}) if dist.is_initialized() else {}
     for group, _ in made.values():
@@ -216,13 +216,13 @@ def close_groups() -> None:
 
 
 def _own_group(members: tuple[int, ...], name: str, like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group of ours that was made before, or made now if there is none that is open."""
+    """The open group of these members, created if there is none."""
     groups = _made.setdefault(_world(), {})
     before = groups.get(members)
     if before is not None and is_open(before.group):
         return before.group
     times = 1 if before is None else before.times + 1
-    made = _Made(new_local_group(members, name, like, times), times)
+    made = _OwnGroup(new_local_group(members, name, like, times), times)
     groups[members] = made
     return made.group
 
@@ -239,14 +239,14 @@ def new_local_group(
     like: dist.ProcessGroup | None = None,
     times: int = 1,
 ) -> dist.ProcessGroup:
-    """A group made by its members alone, whatever groups other ranks make meanwhile.
+    """Create a group by its members alone, independent of groups that other ranks create.
 
     Args:
-        ranks: in ascending order, this one among them.
-        name: for NCCL's logs; together with ranks and `times` it is unique to the group.
-        like: a group whose time limit and NCCL settings the new one takes over.
-        times: how often the group was made with this one. The store still holds what members of
-            one that was closed have told each other under its name.
+        ranks: in ascending order, including this one.
+        name: for NCCL's logs; unique together with `ranks` and `times`.
+        like: a group whose time limit and NCCL settings are copied.
+        times: how many times the group has been created, this time included. The store still holds
+            the keys of a closed group under its name.
     """
     members = "_".join(map(str, ranks))
     return new_named_group(
@@ -259,7 +259,7 @@ def new_local_group(
 
 
 def nccl_settings(group: dist.ProcessGroup) -> dict[str, Any]:
-    """NCCL settings with which a group was made, None where one is not set; {} without NCCL."""
+    """NCCL settings of a group, None where not set; {} without NCCL."""
     options = options_of(group)
     config = getattr(options, "config", None)
     if config is None:
@@ -272,7 +272,7 @@ def nccl_settings(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def _nccl_options_like(group: dist.ProcessGroup) -> Any:
-    """NCCL settings for our group: those of Megatron's; None if that is not an NCCL group."""
+    """NCCL options copied from a group; None if it is not an NCCL group."""
     # Megatron sets them by --nccl-communicator-config-path and --high-priority-stream-groups.
     given = options_of(group)
     if not dist.is_nccl_available() or not isinstance(given, dist.ProcessGroupNCCL.Options):

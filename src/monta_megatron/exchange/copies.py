@@ -3,12 +3,11 @@
 Copies are derived on the device from the expert ids. The host knows the size of every output from
 the counts, so nothing here waits for the device, and no kept tensor is allocated here.
 
-A copy takes its token's whole list of experts along. Each of them belongs to one part alone, so the
-parts behind this one find theirs in it, and on the way back every other copy adds 0 to a
-probability.
+A copy carries its token's whole list of experts. Each expert belongs to one part, so later stages
+find theirs in the list, and on the way back every other copy adds 0 to a probability.
 
 Notation: N = rows, W = most experts of any row, M = copies, P = parts, T = tokens of this rank, E =
-experts, B = token blocks.
+experts, B = token blocks, H = hidden size, 1 = one more on the axis before.
 """
 
 from typing import NamedTuple, TypeVar
@@ -24,54 +23,54 @@ T = TypeVar("T", int, NDArray[np.int64])
 
 
 def block_size(num_tokens: T, num_blocks: int) -> T:
-    """Tokens in a full block: the first blocks are full, one takes the rest, others are empty."""
+    """Tokens of a full block: full blocks come first, then the remainder, then empty ones."""
     return -(-num_tokens // num_blocks)
 
 
 def count_routing(
-    routing_map: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
+    routing_map_TE: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
 ) -> dict[str, torch.Tensor]:
     """Count by token block: contiguous int32 tensors on the device of the map, with no sync.
 
     Args:
-        routing_map: [T, E] bool.
+        routing_map_TE: bool.
         num_blocks: B.
-        part_sizes: P by name, of equal parts; each part is made of some of the next kind's.
-        with_most: whether the most experts of any token are wanted.
+        part_sizes: P by name, for equal parts; each part consists of parts of the next kind.
+        with_most: also return the most experts of any token.
 
     Returns:
         "experts": [B, E] tokens of each expert; for every name of parts, [B, P] tokens with an
         expert in each; "most experts": [1] of any token, 0 without tokens.
     """
-    num_tokens = len(routing_map)
-    # Of no tokens there is no maximum: then blocks are of one token that has no expert.
+    num_tokens = len(routing_map_TE)
+    # The maximum of no tokens is undefined: pad blocks to one token without an expert.
     size = max(block_size(num_tokens, num_blocks), 1)
     if missing := num_blocks * size - num_tokens:
-        routing_map = torch.nn.functional.pad(routing_map, (0, 0, 0, missing))
+        routing_map_TE = torch.nn.functional.pad(routing_map_TE, (0, 0, 0, missing))
     # [T, E] -> [B, T/B, E]
-    hits = routing_map.view(num_blocks, size, -1)
-    counts = {"experts": hits.sum(dim=1, dtype=torch.int32)}
+    hits_BTE = routing_map_TE.view(num_blocks, size, -1)
+    counts = {"experts": hits_BTE.sum(dim=1, dtype=torch.int32)}
     if with_most:
-        counts["most experts"] = hits.sum(dim=2, dtype=torch.int32).amax().view(1)
+        counts["most experts"] = hits_BTE.sum(dim=2, dtype=torch.int32).amax().view(1)
+    hits_BTP = hits_BTE
     for name, num_parts in reversed(part_sizes.items()):
         # [B, T/B, smaller parts] -> [B, T/B, P, parts of each] -> [B, T/B, P]
-        hits = hits.unflatten(2, (num_parts, -1)).any(dim=3)
-        counts[name] = hits.sum(dim=1, dtype=torch.int32)
+        hits_BTP = hits_BTP.unflatten(2, (num_parts, -1)).any(dim=3)
+        counts[name] = hits_BTP.sum(dim=1, dtype=torch.int32)
     return counts
 
 
 class Copies(NamedTuple):
-    """The copies of one chunk's rows, and the way back; int64.
+    """Copies of one chunk's rows, and the index back to the rows; int64.
 
-    Memory grows with the copies, of which there are no more than token-expert pairs, and not
-    with W.
+    Memory is proportional to the copies, at most one per token-expert pair, and independent of W.
 
     Attributes:
-        row: [M] the row that each copy is made from; copies are ordered by part, then by row.
-        by_row: [M] the copies, ordered by row, then by part.
-        row_starts: [N + 1] where each row's copies begin in `by_row`.
-        place: [M] where in its row's list the expert of each copy stands; None where a part has
-            several experts.
+        row: [M] source row of each copy; copies are ordered by part, then by row.
+        by_row: [M] copies, ordered by row, then by part.
+        row_starts: [N + 1] start of each row's copies in `by_row`, and the end.
+        place: [M] position of each copy's expert in its row's list; None for parts of several
+            experts.
     """
 
     row: torch.Tensor
@@ -83,7 +82,7 @@ class Copies(NamedTuple):
     def empty(
         cls, num_rows: int, num_copies: int, parts: ExpertRange, device: torch.device
     ) -> "Copies":
-        """Memory for the copies of one chunk, by N and M."""
+        """Uninitialised copies of one chunk."""
         sizes = cls.sizes(num_rows, num_copies, parts)
         return cls(*torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes))
 
@@ -94,28 +93,28 @@ class Copies(NamedTuple):
         return [num_copies, num_copies, num_rows + 1, *of_experts]
 
     def sum_by_row(
-        self, copies: torch.Tensor, dtype: torch.dtype, index: torch.Tensor | None = None
+        self, copies: torch.Tensor, dtype: torch.dtype, index_M: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add the copies of each row in the order of their parts: [M, H] -> [N, H] in `dtype`.
 
         Args:
-            copies: [M, H], or more rows, of which `index` names the copies.
+            copies: [M, H], or more rows, of which `index_M` names the copies.
             dtype: dtype of the sum.
-            index: [M] the row of `copies` in which each copy lies; None if they lie in order.
+            index_M: row of each copy in `copies`; None if they are in order.
         """
-        order = self.by_row
+        order_M = self.by_row
         if copies.dtype != dtype:
-            copies = (copies if index is None else copies[index]).to(dtype)
-        elif index is not None:
-            order = index[order]
-        return sum_rows(copies, order, self.row_starts)
+            copies = (copies if index_M is None else copies[index_M]).to(dtype)
+        elif index_M is not None:
+            order_M = index_M[order_M]
+        return sum_rows(copies, order_M, self.row_starts)
 
 
 class Parts(NamedTuple):
     """The parts of a `Duplicate` on the device, for all chunks.
 
     Attributes:
-        bounds: [most N, P + 1] where each part's experts begin, and where the last part's end.
+        bounds: [most N, P + 1] first expert of each part, and the end of the last part.
         numbers: 0, 1, 2, ... up to the most rows or copies.
     """
 
@@ -124,7 +123,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, parts: ExpertRange, num_rows: int, num_copies: int, ids: torch.Tensor) -> "Parts":
-        """For chunks of at most so many rows and copies, with expert ids like these."""
+        """For chunks of at most `num_rows` and `num_copies`, in the dtype and device of `ids`."""
         end = parts.first + parts.size * parts.num_parts
         bounds = torch.arange(parts.first, end + 1, parts.size, dtype=ids.dtype, device=ids.device)
         return cls(
@@ -133,53 +132,52 @@ class Parts(NamedTuple):
         )
 
 
-def find_copies(ids: torch.Tensor, parts: Parts, copies: Copies) -> None:
-    """Find the copies that rows with these experts need.
+def find_copies(ids_NW: torch.Tensor, parts: Parts, copies: Copies) -> None:
+    """Derive the copies of rows from their experts.
 
     Hand-worked: two rows with ids [1 4 5] and [0 5 -], two parts of experts 0-3 and 4-7. The
     places where experts 0, 4 and 8 would stand are [0 1 3] and [0 1 2], so both rows have experts
     in both parts: the copies are row 0, row 1 for the first part, then row 0, row 1 for the second.
 
     Args:
-        ids: [N, W] ascending experts of each row, padded with a number beyond the last expert.
-        parts: what to copy for.
-        copies: what was found is written there; its sizes are known from the counts.
+        ids_NW: ascending experts of each row, padded with a number beyond the last expert.
+        parts: the parts of the stage.
+        copies: receives the result; its sizes are known from the counts.
     """
-    num_rows, num_copies = len(ids), len(copies.row)
+    num_rows, num_copies = len(ids_NW), len(copies.row)
     # [N, P + 1] -> [P + 1, N]
-    first_places = torch.searchsorted(ids.contiguous(), parts.bounds[:num_rows]).T.contiguous()
-    # [P, N] whether a row has an expert in a part, and so many copies up to there
-    is_copy = first_places[1:] > first_places[:-1]
-    so_many = is_copy.flatten().cumsum(dim=0)
-    # [M] of the flattened [P, N], those that are copies
-    position = torch.searchsorted(so_many, parts.numbers[1 : num_copies + 1])
-    torch.remainder(position, max(num_rows, 1), out=copies.row)
+    places_P1N = torch.searchsorted(ids_NW.contiguous(), parts.bounds[:num_rows]).T.contiguous()
+    is_copy_PN = places_P1N[1:] > places_P1N[:-1]
+    copies_so_far = is_copy_PN.flatten().cumsum(dim=0)
+    # In [P, N], flattened.
+    position_M = torch.searchsorted(copies_so_far, parts.numbers[1 : num_copies + 1])
+    torch.remainder(position_M, max(num_rows, 1), out=copies.row)
     if copies.place is not None:
-        torch.index_select(first_places.flatten(), 0, position, out=copies.place)
-        # Should ids and counts be at odds, nothing outside the lists is touched.
-        copies.place.clamp_(max=ids.shape[1] - 1)
-    # `position` is not needed any more: the rows in ascending order take its memory.
-    torch.sort(copies.row, stable=True, out=(position, copies.by_row))
-    torch.searchsorted(position, parts.numbers[: num_rows + 1], out=copies.row_starts)
+        torch.index_select(places_P1N.flatten(), 0, position_M, out=copies.place)
+        # If ids and counts disagree, stay inside the lists.
+        copies.place.clamp_(max=ids_NW.shape[1] - 1)
+    # Reuse `position_M` for the rows in ascending order.
+    torch.sort(copies.row, stable=True, out=(position_M, copies.by_row))
+    torch.searchsorted(position_M, parts.numbers[: num_rows + 1], out=copies.row_starts)
 
 
-def copy_rows(into: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
-    """Take rows from where they are: into[n] = rows[index[n]], for `rows` [N, H] or [N]."""
-    into, rows = _in_wide_values(into, rows)
-    torch.index_select(rows, 0, index, out=into)
+def copy_rows(into_NH: torch.Tensor, rows_MH: torch.Tensor, index_N: torch.Tensor) -> None:
+    """Gather rows: into[n] = rows[index[n]]; tensors may lack the axis H."""
+    into_NH, rows_MH = _in_wide_values(into_NH, rows_MH)
+    torch.index_select(rows_MH, 0, index_N, out=into_NH)
 
 
-def put_rows(into: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
-    """Put rows where they belong: into[index[n]] = rows[n], for `rows` [N, H] or [N]."""
-    into, rows = _in_wide_values(into, rows)
-    into.index_copy_(0, index, rows)
+def put_rows(into_MH: torch.Tensor, index_N: torch.Tensor, rows_NH: torch.Tensor) -> None:
+    """Scatter rows: into[index[n]] = rows[n]; tensors may lack the axis H."""
+    into_MH, rows_NH = _in_wide_values(into_MH, rows_NH)
+    into_MH.index_copy_(0, index_N, rows_NH)
 
 
 def _in_wide_values(into: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as 16-byte values, if all rows of both begin and end at multiples of 16 bytes.
+    """View both as 16-byte values, if all their rows begin and end at multiples of 16 bytes.
 
-    Kernels that move rows work value by value. Passing the same bytes as fewer, wider values takes
-    a quarter of the time on a CPU (1,350 rows of 4 KiB put where they belong).
+    torch's kernels copy value by value. The same bytes as fewer, wider values take a quarter of the
+    time on a CPU (1,350 rows of 4 KiB scattered).
     """
     if rows.dim() < 2:
         return into, rows

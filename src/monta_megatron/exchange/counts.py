@@ -4,7 +4,7 @@ Also the expert ids of tokens, since their number follows from the metadata.
 
 Notation: T = tokens of this rank, E = experts, B = token blocks, S = ranks of the exchange, L =
 local experts, EP and ETP = sizes of its groups, P = parts of the experts, X = columns of a message,
-W = most experts of any token.
+W = most experts of any token, K = integers.
 """
 
 import time
@@ -30,12 +30,12 @@ from monta_megatron.exchange.kernel_choice import is_fused
 
 
 class HostWait(NamedTuple):
-    """A collective of an exchange, outside its passes, that the host may be waiting for.
+    """A collective outside the passes on which the host may be blocked.
 
     Attributes:
-        what: the collective, with what it belongs to.
+        what: the collective and its purpose.
         process_group: the ranks of the exchange.
-        since_s: since when, by `time.monotonic`.
+        since_s: start, by `time.monotonic`.
     """
 
     what: str
@@ -55,10 +55,10 @@ host_waits: list[HostWait] = []
 
 @contextmanager
 def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Name the exchange that failed where a peer has died or stopped, as the executor does.
+    """Raise failures inside the block as `ExchangeError`s that name the collective.
 
     Args:
-        what: the collective, with what it belongs to.
+        what: the collective and its purpose.
         group: the ranks of an exchange.
 
     Raises:
@@ -76,15 +76,15 @@ def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCounts:
-    """Counts that one rank has received, on the host.
+    """Counts received by one rank, on the host.
 
     Attributes:
-        count_permuted_tokens: called for `permuted_tokens` where they are needed.
-        tokens: counts for chains whose rows are tokens; None if no candidate's are.
+        count_permuted_tokens: computes `permuted_tokens` at the first use.
+        tokens: counts for chains whose rows are tokens; None without such candidates.
         num_tokens: [S] tokens of every rank.
         max_experts_per_token: of any token; 0 where rows are permuted tokens only.
-        received_rows: [S] rows that the experts of every rank got in the layer's last exchange.
-        heads: [S] what every rank says of its choice; see `integration.auto`.
+        received_rows: [S] rows received by each rank's experts in the layer's last exchange.
+        heads: [S] bits about each rank's choice; see `integration.auto`.
     """
 
     count_permuted_tokens: Callable[[], Counts]
@@ -106,21 +106,21 @@ class ExchangeCounts:
 
     @property
     def busiest_over_mean(self) -> float | None:
-        """Rows that the busiest rank received last time, over the mean; None the first time."""
+        """Rows received by the busiest rank in the last exchange over the mean; None before one."""
         rows = self.received_rows
         return float(rows.max() / rows.mean()) if rows.any() else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountTable:
-    """Counts what the candidate chains on one layout need, and no more; see `chains.counts`.
+    """Exchanges the counts required by the candidate chains of a layout; see `chains.counts`.
 
     Attributes:
         chains: the candidates.
         layout: this rank's position.
         num_blocks: B, the number of token blocks; 1 if all chains' rows are permuted
             tokens.
-        kernels: what counts, see `kernel_choice`.
+        kernels: "torch" or "fused"; see `kernel_choice`.
     """
 
     chains: tuple[Chain, ...]
@@ -139,26 +139,26 @@ class CountTable:
         return {"experts": self.layout.num_experts, **part_sizes(self.chains, self.layout)}
 
     def count(
-        self, routing_map: torch.Tensor, head: int = 0, received_rows: int = 0
+        self, routing_map_TE: torch.Tensor, head: int = 0, received_rows: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Count on the device of the map, with no sync.
+        """Count tokens on the device of the map, without a sync.
 
         Args:
-            routing_map: [T, E] bool.
+            routing_map_TE: bool.
             head: 63 bits for all ranks; see `integration.auto`.
-            received_rows: likewise, rows that this rank's experts got in the last exchange.
+            received_rows: rows received by this rank's experts in the last exchange.
 
         Returns:
-            The message to every rank, [S, B, X] int32; and what this rank sends in all, by the
-            names of `sizes`: [B, E] pairs, [B, P] tokens.
+            The message to each rank, [S, B, X] int32, and this rank's own counts by the names of
+            `sizes`: [B, E] pairs, [B, P] tokens.
         """
-        num_tokens, device, layout = len(routing_map), routing_map.device, self.layout
+        num_tokens, device, layout = len(routing_map_TE), routing_map_TE.device, self.layout
         assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens: int32 cannot count them"
         parts = part_sizes(self.chains, layout)
         count = count_routing
         if is_fused(self.kernels, device.type):
             from monta_megatron.exchange.kernels.count_routing import count_routing as count
-        sent = count(routing_map, self.num_blocks, parts, self.by_block)
+        sent = count(routing_map_TE, self.num_blocks, parts, self.by_block)
         # Two columns of int32 each, the low half first.
         packed = received_rows << 32 | num_tokens
         tokens, said = (
@@ -167,7 +167,7 @@ class CountTable:
         )
         most_experts = sent.pop("most experts", tokens[:1])
 
-        # The ranks of a group are sent the same: those of a node, or those of an EP rank.
+        # All ranks of a node, or of an EP rank, get the same message.
         num_nodes = layout.num_nodes if "node" in parts else 1
         num_groups = {"node": num_nodes, "rank": num_nodes} if "node" in parts else {}
         num_ranks = len(layout.nodes)
@@ -182,45 +182,45 @@ class CountTable:
             sections.append(by_rank.reshape(shape))
         return torch.cat(sections, dim=3).flatten(0, 1), sent
 
-    def join(self, received: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The received messages, [S, B, X], and this rank's own, as one tensor: [K] int32."""
-        return torch.cat([received.flatten(), *(sent[name].flatten() for name in self.sizes)])
+    def join(self, received_SBX: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The received messages and this rank's own counts as one tensor: [K] int32."""
+        return torch.cat([received_SBX.flatten(), *(sent[name].flatten() for name in self.sizes)])
 
-    def read(self, joined: NDArray[np.int32]) -> ExchangeCounts:
+    def read(self, joined_K: NDArray[np.int32]) -> ExchangeCounts:
         """Read the tensor of `join` on the host."""
         layout, num_ranks = self.layout, len(self.layout.nodes)
         num_sent = self.num_blocks * sum(self.sizes.values())
-        received = joined[:-num_sent].reshape(num_ranks, self.num_blocks, -1)
+        received_SBX = joined_K[:-num_sent].reshape(num_ranks, self.num_blocks, -1)
         # Sums over ranks may take more bits than the counts of one.
         # Blocks come first in memory, because a chain sums those of each chunk.
-        by_block = np.ascontiguousarray(received.swapaxes(0, 1), dtype=np.int64)
-        messages, sent = by_block.swapaxes(0, 1), joined[-num_sent:].astype(np.int64)
-        # The head is the same in all blocks; what a rank says is its last two columns.
-        num_tokens, received_rows, most_experts = by_block[0, :, : HEAD_SIZE - 2].T
-        heads = received[:, 0, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
+        by_block_BSX = np.ascontiguousarray(received_SBX.swapaxes(0, 1), dtype=np.int64)
+        messages_SBX, sent = by_block_BSX.swapaxes(0, 1), joined_K[-num_sent:].astype(np.int64)
+        # All blocks have the same head, whose last two columns are the bits of `heads`.
+        num_tokens_S, received_rows_S, most_experts_S = by_block_BSX[0, :, : HEAD_SIZE - 2].T
+        heads_S = received_SBX[:, 0, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
 
         def count_permuted_tokens() -> Counts:
             columns, lengths = self._sections
             # [S, L] -> [EP, ETP, L] -> [ETP, EP, L]
-            pairs = messages[:, :, columns["experts"]].sum(axis=1)
+            pairs_SL = messages_SBX[:, :, columns["experts"]].sum(axis=1)
             return Counts(
                 # [B * E] -> [B, EP, L] -> [EP, L]
                 sent=sent[lengths["experts"]].reshape(self.num_blocks, layout.ep, -1).sum(axis=0),
-                received=pairs.reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2),
+                received=pairs_SL.reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2),
             )
 
         return ExchangeCounts(
             count_permuted_tokens=count_permuted_tokens,
-            tokens=self._token_counts(num_tokens, messages, sent) if self.by_block else None,
-            num_tokens=num_tokens,
-            max_experts_per_token=max(int(most_experts.max()), 1) if self.by_block else 0,
-            received_rows=received_rows,
-            heads=heads,
+            tokens=self._token_counts(num_tokens_S, messages_SBX, sent) if self.by_block else None,
+            num_tokens=num_tokens_S,
+            max_experts_per_token=max(int(most_experts_S.max()), 1) if self.by_block else 0,
+            received_rows=received_rows_S,
+            heads=heads_S,
         )
 
     @cached_property
     def _sections(self) -> tuple[dict[str, slice], dict[str, slice]]:
-        """By section, its columns of a message, and the place of this rank's own."""
+        """Columns of each section in a message, and its slice of this rank's own counts."""
         lengths = {name: self.num_blocks * size for name, size in self.sizes.items()}
         return _slices(message_columns(self.chains, self.layout)), _slices(lengths)
 
@@ -229,33 +229,33 @@ class CountTable:
         return np.arange(self.num_blocks)
 
     def _token_counts(
-        self, num_tokens: NDArray[np.int64], messages: NDArray[np.int64], sent: NDArray[np.int64]
+        self, tokens_S: NDArray[np.int64], messages_SBX: NDArray[np.int64], sent: NDArray[np.int64]
     ) -> TokenCounts:
-        """By the tokens [S] of every rank, the messages [S, B, X], and this rank's own counts."""
+        """Counts by block: tokens of each rank, all messages, and this rank's own counts."""
         columns, lengths = self._sections
         # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
-        block = block_size(num_tokens[:, None], self.num_blocks)
-        left = num_tokens[:, None] - self._block_numbers * block
+        block_S1 = block_size(tokens_S[:, None], self.num_blocks)
+        left_SB = tokens_S[:, None] - self._block_numbers * block_S1
         counts: dict[str, NDArray[np.int64]] = {
-            name: messages[:, :, columns[name].start]
+            name: messages_SBX[:, :, columns[name].start]
             for name in ("for_node", "for_rank")
             if name in columns
         }
         if "for_node_ranks" in columns:
-            counts["for_node_ranks"] = to_each = messages[:, :, columns["for_node_ranks"]]
-            counts["for_rank"] = to_each[:, :, self.layout.position]
+            counts["for_node_ranks"] = to_each_SBP = messages_SBX[:, :, columns["for_node_ranks"]]
+            counts["for_rank"] = to_each_SBP[:, :, self.layout.position]
         for part in ("node", "rank"):
             if part in lengths:
                 counts[f"sent_to_{part}s"] = sent[lengths[part]].reshape(self.num_blocks, -1)
         return TokenCounts(
-            tokens=np.minimum(np.maximum(left, 0), block),
-            experts=messages[:, :, columns["experts"]],
+            tokens=np.minimum(np.maximum(left_SB, 0), block_S1),
+            experts=messages_SBX[:, :, columns["experts"]],
             **counts,
         )
 
 
 def _slices(widths: Mapping[str, int]) -> dict[str, slice]:
-    """By name, where pieces of these widths lie one after the other."""
+    """Slices of consecutive pieces of these widths, by name."""
     ends = accumulate(widths.values())
     return {
         name: slice(end - width, end)
@@ -264,43 +264,43 @@ def _slices(widths: Mapping[str, int]) -> dict[str, slice]:
 
 
 def expert_ids_of(
-    routing_map: torch.Tensor, probs: torch.Tensor, max_experts_per_token: int
+    routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, max_experts_per_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts in ascending order, and their probabilities, with no sync.
+    """Each token's experts in ascending order, and their probabilities, without a sync.
 
     Args:
-        routing_map: [T, E] bool.
-        probs: [T, E].
+        routing_map_TE: bool.
+        probs_TE: probabilities of the experts.
         max_experts_per_token: W, on any rank.
 
     Returns:
         Probabilities [T, W], padded with 0, and experts [T, W] int32, padded with E.
     """
-    return _ExpertIds.apply(routing_map, probs, max_experts_per_token)
+    return _ExpertIds.apply(routing_map_TE, probs_TE, max_experts_per_token)
 
 
 class _ExpertIds(torch.autograd.Function):
-    """Keeps the map until backward, which is there anyway, and no indices [T, W]."""
+    """Saves for backward only the map, which is kept alive anyway, and no indices [T, W]."""
 
     @staticmethod
     def forward(
-        ctx: Any, routing_map: torch.Tensor, probs: torch.Tensor, max_experts_per_token: int
+        ctx: Any, routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, max_experts_per_token: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_experts = routing_map.shape[1]
-        descending = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs.device)
-        scores = (routing_map * descending).topk(max_experts_per_token, dim=1).values
-        ids = num_experts - scores
-        experts = ids.clamp(max=num_experts - 1)
-        ctx.save_for_backward(routing_map)
-        ctx.mark_non_differentiable(ids)
-        return probs.gather(1, experts.long()).masked_fill_(scores == 0, 0), ids
+        num_experts = routing_map_TE.shape[1]
+        descending_E = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs_TE.device)
+        scores_TW = (routing_map_TE * descending_E).topk(max_experts_per_token, dim=1).values
+        ids_TW = num_experts - scores_TW
+        experts_TW = ids_TW.clamp(max=num_experts - 1)
+        ctx.save_for_backward(routing_map_TE)
+        ctx.mark_non_differentiable(ids_TW)
+        return probs_TE.gather(1, experts_TW.long()).masked_fill_(scores_TW == 0, 0), ids_TW
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, gradient: torch.Tensor, _: torch.Tensor
+        ctx: Any, gradient_TW: torch.Tensor, _: torch.Tensor
     ) -> tuple[None, torch.Tensor, None]:
-        (routing_map,) = ctx.saved_tensors
-        # [T, E] the position of each expert among its token's
-        positions = (routing_map.cumsum(dim=1) - 1).clamp_(min=0)
-        return None, gradient.gather(1, positions).masked_fill_(~routing_map, 0), None
+        (routing_map_TE,) = ctx.saved_tensors
+        # Position of each expert among its token's.
+        positions_TE = (routing_map_TE.cumsum(dim=1) - 1).clamp_(min=0)
+        return None, gradient_TW.gather(1, positions_TE).masked_fill_(~routing_map_TE, 0), None

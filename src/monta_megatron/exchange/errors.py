@@ -1,7 +1,7 @@
-"""Errors of an exchange, and the text of a rank's passes where one fails or is late.
+"""Errors of an exchange, and reports on passes that fail or are late.
 
-Every rank issues the same operations in the same order, so the numbers of two ranks compare: the
-rank with the lowest is behind, and the others wait for it. Below all else that exchanges.
+Every rank issues the same operations in the same order, so operation numbers compare across ranks:
+the rank with the lowest is behind, and the others wait for it.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,17 +20,17 @@ Groups = Mapping[str, PeerGroup]
 
 
 class ExchangeError(RuntimeError):
-    """An exchange failed; the message names the place, the last operations and the versions."""
+    """A failed exchange; the message names the collective, the last operations and versions."""
 
 
 class PassUnderWay(Protocol):
-    """A pass that has begun.
+    """A pass in flight.
 
     Attributes:
         bound: its program with a micro-batch's rows.
         groups: of its collectives.
-        num_issued: operations that were issued.
-        works: by number of a collective, its parts; empty once the host has waited.
+        num_issued: operations issued so far.
+        works: by number of a collective, its torch works; empty once the host has waited.
     """
 
     bound: BoundProgram
@@ -39,12 +39,12 @@ class PassUnderWay(Protocol):
     works: dict[int, list[dist.Work]]
 
 
-# Passes of this process that are not over.
+# Passes of this process in flight.
 UNDER_WAY: WeakSet[PassUnderWay] = WeakSet()
 
 
 def failure(one: PassUnderWay, operation: Operation, error: Exception) -> ExchangeError:
-    """The error of an operation that failed when it was started or waited for."""
+    """Error of an operation that failed at its start or wait."""
     place = place_of(one.bound, one.groups, operation)
     return ExchangeError(
         f"{place} failed: {error}\n{_of_pass(one, operation.number)}; {versions()}"
@@ -52,29 +52,29 @@ def failure(one: PassUnderWay, operation: Operation, error: Exception) -> Exchan
 
 
 def passes_under_way() -> str:
-    """All passes under way, for an error that belongs to none of them."""
+    """All passes in flight, for an error outside of passes."""
     passes = [f"{_pass(each.bound)}: {_of_pass(each)}" for each in UNDER_WAY]
     return "; ".join([*(passes or ["no pass is under way"]), versions()])
 
 
 def place_of(bound: BoundProgram, groups: Groups, operation: Operation) -> str:
-    """Pass, chain, stage, chunk and group of an operation; a copy has no group."""
+    """Pass, chain, stage, chunk and, for a collective, group of an operation."""
     return f"{_pass(bound)}, {_within(bound, groups, operation)}"
 
 
 def last_operations(
     bound: BoundProgram, groups: Groups, num_issued: int, pending: Collection[int]
 ) -> str:
-    """The last operation that has started, and the last that has ended, in the order of issue.
+    """The last started and the last ended operation, in the order of issue.
 
     Args:
         bound: the program of a pass.
         groups: of its collectives.
-        num_issued: operations that were issued.
-        pending: numbers of the collectives among them that have not ended.
+        num_issued: operations issued so far.
+        pending: numbers of those collectives that have not ended.
     """
     operations = bound.program.operations
-    # Work on a device behind work that has not ended has not even started.
+    # On a device, operations behind pending ones have not started.
     waiting: set[int] = set()
     started, ended = "nothing", "nothing"
     for operation in operations[:num_issued]:
@@ -93,7 +93,7 @@ def last_operations(
 
 
 def versions() -> str:
-    """Versions of the libraries in an exchange; NCCL's where that is the backend."""
+    """Versions of the libraries of an exchange; NCCL's if it is the backend."""
     found = [f"monta-megatron {__version__}"]
     if megatron := version_of("megatron-core"):
         found.append(f"megatron-core {megatron}")
@@ -112,7 +112,7 @@ def _of_pass(one: PassUnderWay, *failed: int) -> str:
 
 def _has_ended(work: dist.Work) -> bool:
     try:
-        # A collective that has failed is completed too; then waiting for it raises.
+        # A failed collective is completed too; waiting for it raises.
         return work.is_completed() and work.wait()
     except RuntimeError:
         return False

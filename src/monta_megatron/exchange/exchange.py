@@ -1,6 +1,6 @@
-"""One micro-batch's exchange: what its four passes share.
+"""One micro-batch's exchange: state shared by its four passes.
 
-Notation: C = number of chunks.
+Notation: C = number of chunks, N = rows of all chunks.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,7 @@ from monta_megatron.exchange.monitor import Monitor
 class Indices:
     """Copies and row indices of all stages, in one allocation of the first pass's caller.
 
-    Views and row indices are made at their first use, mostly while the first collective is under
-    way.
+    Splits one buffer into views per chunk, lazily: mostly while the first collective is in flight.
 
     Attributes:
         memory: [any number] int64; None if no stage needs any.
@@ -28,18 +27,18 @@ class Indices:
 
     def __init__(self, bound: BoundChain, device: torch.device) -> None:
         self._bound = bound
-        # By position of a stage: how many numbers it takes.
+        # Integers of each stage, by its position.
         sizes: dict[int, int] = {}
         for position, stage in enumerate(bound.stages):
             before, after = bound.rows_at[position : position + 2]
             if stage.parts is not None:
                 of_one = Copies.sizes(int(sum(before)), int(sum(after)), stage.parts)
-                # Each chunk's `row_starts` have one more than it has rows.
+                # Each chunk's `row_starts` has one entry more than rows.
                 sizes[position] = sum(of_one) + bound.num_chunks - 1
             elif stage.segments is not None and not stage.segments.is_slice:
                 sizes[position] = int(sum(before))
         self._copies: dict[tuple[int, int], Copies] = {}
-        # By position of a stage, the memory that its chunks have taken so far.
+        # Integers handed out to the chunks of each stage so far, by its position.
         self._ends: dict[int, int] = {}
         self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
         self.memory: torch.Tensor | None = None
@@ -49,7 +48,7 @@ class Indices:
             self._pieces = dict(zip(sizes, pieces, strict=True))
 
     def copies(self, position: int, chunk: int) -> Copies:
-        """What the `Duplicate` at `position` copies of a chunk; dispatch writes it."""
+        """Copies of a chunk by the `Duplicate` at `position`; written in dispatch."""
         key = position, chunk
         if key not in self._copies:
             bound = self._bound
@@ -64,44 +63,44 @@ class Indices:
         return self._copies[key]
 
     def rows(self, position: int, segments: Segments) -> tuple[torch.Tensor, ...]:
-        """[C][rows of the chunk] where the `Permute` at `position` takes or puts them."""
+        """[C][rows of the chunk] row indices of the `Permute` at `position`."""
         if position not in self._rows:
             self._rows[position] = _row_indices(segments, self._pieces[position])
         return self._rows[position]
 
 
-def _row_indices(segments: Segments, into: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Row numbers of every chunk from its runs; one copy to the device, and no sync.
+def _row_indices(segments: Segments, into_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Expand the runs of every chunk to row indices: one copy to the device, no sync.
 
     [C, N] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
     """
-    device, total = into.device, len(into)
+    device, total = into_N.device, len(into_N)
     lengths = segments.lengths.ravel()
-    # A row is its run's start plus its distance from the run's first row in the result.
+    # Index of a row: its run's start, plus its offset in the run.
     shifts = segments.starts.ravel() - (np.cumsum(lengths) - lengths)
     runs = torch.from_numpy(np.stack([shifts, lengths]))
     if device.type == "cuda":
-        # torch keeps pinned memory for the next micro-batch, once the copy has been made.
+        # torch reuses pinned memory once the copy is complete.
         runs = runs.pin_memory().to(device, non_blocking=True)
-    shift_of_row = torch.repeat_interleave(runs[0], runs[1], output_size=total)
-    torch.add(torch.arange(total, device=device), shift_of_row, out=into)
-    return into.split(segments.lengths.sum(axis=1).tolist())
+    shifts_N = torch.repeat_interleave(runs[0], runs[1], output_size=total)
+    torch.add(torch.arange(total, device=device), shifts_N, out=into_N)
+    return into_N.split(segments.lengths.sum(axis=1).tolist())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exchange:
-    """One micro-batch's exchange, made before dispatch, kept for combine and both backward passes.
+    """One micro-batch's exchange, created before dispatch and kept until its backward pass.
 
     Attributes:
         bound: the chain with this micro-batch's rows.
         groups: the process group for every group name of the chain.
-        sum_dtype: dtype of the sums over copies of a row: fp32; for permuted tokens that of the
-            probabilities if it is wider, in which Megatron reduces over ETP.
-        monitor: counts bytes; tells its recorder, if it has one, what is issued.
+        sum_dtype: dtype of the sums over copies of a row: fp32, or for permuted tokens, as in
+            Megatron's reduction over ETP, the probabilities' dtype if it is wider.
+        monitor: counts bytes and forwards events to its recorder, if any.
         max_experts_per_token: W; 0 where rows are permuted tokens.
         order: the order of issue; see `lower`.
-        fused: Triton kernels do the work; see `kernel_choice`.
-        shared: by device, the indices that all passes share; made by the first one.
+        fused: use Triton kernels; see `kernel_choice`.
+        shared: indices by device, created by the first pass.
     """
 
     bound: BoundChain

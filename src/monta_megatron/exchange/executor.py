@@ -1,7 +1,9 @@
-"""The executor: runs the program of a pass, as an autograd function. It decides nothing.
+"""The executor: runs the program of a pass as an autograd function, and decides nothing.
 
-The backward of dispatch is the program of combine, and the reverse. Neither saves its inputs, so
-that a schedule may free them once the pass has returned. See `chains.lower`.
+The backward of dispatch is the program of combine, and vice versa. Neither saves its inputs, so a
+schedule may free them once the pass returns. See `chains.lower`.
+
+Notation: N = source rows, M = expert rows, H = hidden size, W = most experts of any token.
 """
 
 from collections.abc import Sequence
@@ -25,16 +27,16 @@ from monta_megatron.exchange.streams import Ready, streams_for
 
 
 def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
-    """Apply the chain, or its transpose, to all rows.
+    """Run a pass: the chain, or its transpose, over all rows.
 
     Args:
-        exchange: what is sent.
+        exchange: this micro-batch's exchange.
         pass_: the pass.
-        columns: contiguous, on the source side, or on the experts' side for a transpose.
+        columns: contiguous; source rows, or for a transpose expert rows.
 
     Returns:
-        The columns on the other side, without ids. They share no memory with the input unless no
-        stage of the chain moves anything (every group has one rank, one chunk, one local expert).
+        The columns on the other side, without ids. They share memory with the input only if no
+        stage copies rows (groups of one rank, one chunk, one local expert).
 
     Raises:
         ExchangeError: a collective failed or timed out.
@@ -45,20 +47,20 @@ def run(exchange: Exchange, pass_: Pass, columns: Columns) -> Columns:
 
 
 class Execution:
-    """A pass under way.
+    """A pass in flight.
 
     Args:
-        exchange: what is sent.
+        exchange: this micro-batch's exchange.
         pass_: the pass.
         columns: see `run`.
-        output: where the pass writes its result; None lets it allocate that.
+        output: buffers for the result; None allocates them.
 
     Attributes:
         buffers: its messages.
         bound: the program of the pass with this micro-batch's rows.
         groups: the process group for every group name of the chain.
-        num_issued: operations that were issued.
-        works: by number of a collective, what was started; emptied where the host has waited.
+        num_issued: operations issued so far.
+        works: by number of a collective, its torch works; emptied once the host has waited.
     """
 
     def __init__(
@@ -83,20 +85,20 @@ class Execution:
         errors.UNDER_WAY.add(self)
 
     def fork(self) -> None:
-        """Let the side streams begin behind what the caller's stream was given so far."""
+        """Make the side streams wait for all work issued on the caller's stream."""
         self._streams.fork(self.bound.program.num_streams)
 
     def start(self) -> None:
-        """Begin a pass whose caller continues; its first collective is under way then."""
+        """Fork and issue operations up to the first collective; the caller continues."""
         self.fork()
         self._issue_all(self.bound.program.operations[: self.bound.program.num_at_start])
 
     def go_on(self) -> None:
-        """Issue the rest of the operations; the caller's stream is current before and after."""
+        """Issue the remaining operations; the caller's stream is current before and after."""
         self._issue_all(self.bound.program.operations[self.num_issued :])
 
     def finish(self) -> Columns:
-        """Issue the rest, and return the output as `run` does."""
+        """Issue the remaining operations, join the streams, and return the output as `run` does."""
         self.go_on()
         program = self.bound.program
         for number in program.waits_at_end:
@@ -140,7 +142,7 @@ class Execution:
             self.buffers.release(operation)
 
     def _wait(self, number: int) -> None:
-        """Let the current stream, or the host, wait for an operation."""
+        """Make the current stream, or the host, wait for an operation."""
         monitor, operation = self._monitor, self.bound.program.operations[number]
         if monitor.recorder is not None:
             monitor.note("wait", self.buffers.pass_name, operation)
@@ -159,55 +161,55 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any,
         exchange: Exchange,
-        rows: torch.Tensor,
+        rows_NH: torch.Tensor,
         probs: torch.Tensor,
         ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.exchange = exchange
-        columns = run(exchange, DISPATCH, _contiguous(rows, probs, ids))
+        columns = run(exchange, DISPATCH, _contiguous(rows_NH, probs, ids))
         return columns.rows, columns.probs
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, rows_gradient: torch.Tensor, probs_gradient: torch.Tensor
+        ctx: Any, gradient_MH: torch.Tensor, gradient_M: torch.Tensor
     ) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
-        columns = run(ctx.exchange, DISPATCH_BACKWARD, _contiguous(rows_gradient, probs_gradient))
+        columns = run(ctx.exchange, DISPATCH_BACKWARD, _contiguous(gradient_MH, gradient_M))
         return None, columns.rows, columns.probs, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, exchange: Exchange, rows_MH: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
-        return run(exchange, COMBINE, _contiguous(rows)).rows
+        return run(exchange, COMBINE, _contiguous(rows_MH)).rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, rows_gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, run(ctx.exchange, COMBINE_BACKWARD, _contiguous(rows_gradient)).rows
+    def backward(ctx: Any, gradient_NH: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, run(ctx.exchange, COMBINE_BACKWARD, _contiguous(gradient_NH)).rows
 
 
 def dispatch(
-    exchange: Exchange, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor | None = None
+    exchange: Exchange, rows_NH: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move rows and probabilities to their experts; differentiable.
+    """Send rows and probabilities to their experts; differentiable.
 
     Args:
         exchange: this micro-batch's exchange.
-        rows: [source rows, H]; permuted tokens, in expert order, or tokens.
-        probs: [source rows] for permuted tokens, [source rows, W] for tokens.
-        ids: [source rows, W] experts of each token, ascending; None for permuted tokens.
+        rows_NH: permuted tokens, in expert order, or tokens.
+        probs: [N] for permuted tokens, [N, W] for tokens.
+        ids: [N, W] experts of each token, ascending; None for permuted tokens.
 
     Returns:
-        [expert rows, H] and [expert rows], in the order in which the experts take them.
+        Rows [M, H] and probabilities [M], in expert order.
     """
-    return _Dispatch.apply(exchange, rows, probs, ids)
+    return _Dispatch.apply(exchange, rows_NH, probs, ids)
 
 
-def combine(exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
-    """Bring the experts' outputs back: [expert rows, H] -> [source rows, H]; differentiable."""
-    return _Combine.apply(exchange, rows)
+def combine(exchange: Exchange, rows_MH: torch.Tensor) -> torch.Tensor:
+    """Return the experts' outputs to their tokens: [M, H] -> [N, H]; differentiable."""
+    return _Combine.apply(exchange, rows_MH)
 
 
 def _contiguous(

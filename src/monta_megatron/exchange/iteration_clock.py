@@ -1,4 +1,4 @@
-"""Time of an iteration, in segments: by events on a device, by the host's clock on CPU ranks."""
+"""Time of an iteration in segments: from events on a device, from the host's clock on CPU ranks."""
 
 import time
 from typing import NamedTuple, TypeAlias
@@ -17,7 +17,7 @@ class Segment(NamedTuple):
 
 
 class IterationClock:
-    """Measures the segments of an iteration; nothing waits for a device.
+    """Measures the segments of an iteration without waiting for the device.
 
     clock.start(device); clock.stop(); ...; segments = clock.take()
     """
@@ -27,25 +27,25 @@ class IterationClock:
         self._segments: list[Segment] = []
 
     def start(self, device: torch.device) -> None:
-        """Begin a segment, unless one has begun."""
+        """Begin a segment, unless one is open."""
         if self._start is None:
             self._start = _mark(on_host=device.type != "cuda")
 
     def stop(self) -> None:
-        """End the segment, if one has begun."""
+        """End the open segment, if any."""
         if self._start is not None:
             end = _mark(on_host=isinstance(self._start, int))
             self._segments += [] if end is None else [Segment(self._start, end)]
             self._start = None
 
     def take(self) -> list[Segment]:
-        """The segments since the last call, for `us_of` once the host has waited for the device."""
+        """Segments since the last call; `us_of` can read them once the host has synchronized."""
         segments, self._segments = self._segments, []
         return segments
 
 
 def us_of(segments: list[Segment]) -> float | None:
-    """Sum of the segments; None where there is none, or the device has not come to its end."""
+    """Total microseconds; None without segments or while the device is still in one."""
     total_us = 0.0
     for start, end in segments:
         if isinstance(start, int) or isinstance(end, int):
@@ -59,7 +59,7 @@ def us_of(segments: list[Segment]) -> float | None:
 
 
 def _mark(on_host: bool) -> Mark | None:
-    """None while a CUDA graph is captured, to which an event would belong."""
+    """A mark; None during CUDA graph capture, where the event would be part of the graph."""
     if on_host:
         return time.perf_counter_ns()
     if torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""Whether Triton kernels do the work of an exchange: the same bits, in fewer launches."""
+"""Choice between Triton kernels and PyTorch operations: the same bits, in fewer launches."""
 
 from functools import cache
 
@@ -13,16 +13,16 @@ OPTION = "moe_monta_kernels"
 
 def device_type() -> str:
     """The type of the ranks' devices: "cuda", or "cpu" where CPU ranks stand in for GPUs."""
-    # CPU ranks say that CUDA is there.
+    # On CPU ranks `torch.cuda.is_available` is true.
     return "cuda" if torch.accelerator.is_available() else "cpu"
 
 
 @cache
 def kernel_problem(device: str) -> str:
-    """Why Triton kernels cannot run on this type of device; "" where they can.
+    """Why Triton kernels cannot run on this type of device; "" if they can.
 
-    A container without a C compiler or Python's headers imports Triton and cannot build a kernel,
-    so a trivial one is built and run.
+    Triton imports but cannot build a kernel without a C compiler or Python's headers, so a trivial
+    one is built and run.
     """
     if device != "cuda":
         return f"rows are on {device}, not on a GPU"
@@ -36,10 +36,10 @@ def kernel_problem(device: str) -> str:
 
 
 def is_fused(choice: str, device: str) -> bool:
-    """Whether `--moe-monta-kernels` means Triton kernels for rows on this type of device.
+    """Whether `--moe-monta-kernels` selects Triton kernels on this type of device.
 
     Raises:
-        ValueError: the option demands them, and they cannot run.
+        ValueError: the option requires them and they cannot run.
     """
     if choice == "torch":
         return False
@@ -49,7 +49,7 @@ def is_fused(choice: str, device: str) -> bool:
 
 
 def agreed_kernels(choice: str, device: str, group: dist.ProcessGroup) -> tuple[str, str | None]:
-    """The kernels that all ranks of a group run; all of them call this.
+    """Agree on the kernels of a group; a collective call.
 
     Args:
         choice: of `--moe-monta-kernels`, the same on all ranks.
@@ -57,11 +57,11 @@ def agreed_kernels(choice: str, device: str, group: dist.ProcessGroup) -> tuple[
         group: the ranks of an exchange.
 
     Returns:
-        The choice, in which "auto" has become "fused" or "torch" where ranks have GPUs; and a line
-        for the log if some rank cannot run Triton kernels.
+        The choice, with "auto" resolved to "fused" or "torch" on GPUs; and a log line if some rank
+        cannot run Triton kernels.
 
     Raises:
-        ValueError: the option demands them, and some rank cannot run them.
+        ValueError: the option requires them and some rank cannot run them.
     """
     if choice == "torch" or device != "cuda":
         return choice, None
@@ -77,7 +77,7 @@ def agreed_kernels(choice: str, device: str, group: dist.ProcessGroup) -> tuple[
 
 
 def are_all_fused(choice: str, device: str, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of a group, which all call this, run Triton kernels."""
+    """Whether all ranks of a group run Triton kernels; a collective call."""
     problem = "PyTorch's operations were asked for" if choice == "torch" else kernel_problem(device)
     return not any(gather_objects(problem, group))
 

@@ -1,4 +1,4 @@
-"""Monitor of an exchange: bytes by stage and resource, order of starts and waits."""
+"""Monitor of an exchange: bytes by stage and resource, and events of operations."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ Action = Literal["begin", "start", "wait", "ready", "end"]
 class Step(NamedTuple):
     """An event of an operation in a pass.
 
-    It begins and ends; in between it may wait until others are ready and start a collective. `wait`
-    and `ready` name the operation that is waited for.
+    An operation begins and ends; in between it may wait until others are ready and start a
+    collective. Events `wait` and `ready` name the operation waited for.
 
     Attributes:
-        action: what happened.
+        action: kind of the event.
         pass_name: name of the pass.
         operation: an operation of its program.
     """
@@ -37,12 +37,12 @@ class Recorder(Protocol):
     """Records the times of a pass; see `exchange.step_times`."""
 
     def note(self, step: Step) -> None:
-        """Record that this step happens now."""
+        """Record an event at the current time."""
 
     def watch(
         self, works: Sequence[torch.distributed.Work], pass_name: str, operation: int
     ) -> list[torch.distributed.Work]:
-        """Watch a collective that was just started; returns the object to wait for in its place."""
+        """Watch a collective just started; returns its replacement for waits."""
 
 
 @dataclass(kw_only=True)
@@ -50,47 +50,47 @@ class Monitor:
     """Filled by the executor as it issues collectives.
 
     Attributes:
-        recorder: records the steps, or None where none are wanted.
-        bytes_sent: (stage, resource) -> bytes of payload that left this rank for another one,
-            counted from the formats of what was sent: "inter" between nodes, "intra" inside one.
+        recorder: records events; None if not recording.
+        bytes_sent: (stage, resource) -> payload bytes from this rank to others, counted from
+            message formats: "inter" between nodes, "intra" inside one.
     """
 
     recorder: Recorder | None = None
     bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def sent(self, stage: str, group: PeerGroup, num_rows: list[int], row_bytes: int) -> None:
-        """Count a message, of which each peer was sent so many rows."""
+        """Count a message of `num_rows[p]` rows to each peer p."""
         for resource, peers in group.peers.items():
             rows = sum([num_rows[peer] for peer in peers])
             self.bytes_sent[stage, resource] += rows * row_bytes
 
     def bytes_by_resource(self) -> dict[str, int]:
-        """Bytes that left this rank so far, over all stages."""
+        """Bytes sent so far by resource, over all stages."""
         totals = {"inter": 0, "intra": 0}
         for (_, resource), num_bytes in self.bytes_sent.items():
             totals[resource] += num_bytes
         return totals
 
     def note(self, action: Action, pass_name: str, operation: Operation) -> None:
-        """Pass a step to the recorder, if there is one."""
+        """Record an event, if there is a recorder."""
         if self.recorder is not None:
             self.recorder.note(Step(action, pass_name, operation))
 
     def watch(
         self, works: list[torch.distributed.Work], pass_name: str, operation: Operation
     ) -> list[torch.distributed.Work]:
-        """Let the recorder, if any, watch a collective; returns its stand-in for waits."""
+        """Let the recorder, if any, watch a collective; returns its replacement for waits."""
         if self.recorder is None:
             return works
         return self.recorder.watch(works, pass_name, operation.number)
 
     def names_operations(self) -> bool:
-        """Whether `range` does anything now."""
+        """Whether `range` has an effect: a recorder or profiler is active."""
         return self.recorder is not None or is_profiling()
 
     @contextmanager
     def range(self, pass_name: str, chain: str, operation: Operation) -> Iterator[None]:
-        """Context that names an operation in a profile (NVTX with `emit_nvtx`) and times it."""
+        """Name an operation in profiles (NVTX with `emit_nvtx`) and time it."""
         name = f"monta {pass_name}: {chain}, {operation.stage}, chunk {operation.chunk}"
         with profiler.record_function(name):
             self.note("begin", pass_name, operation)

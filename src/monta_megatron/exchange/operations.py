@@ -1,9 +1,10 @@
 """Operations of the executor as PyTorch operations on any device.
 
-Each takes the buffers of its pass and writes those that the program says. Collectives return what
-was started and is not waited for.
+Each reads and writes the buffers named by the program. Collectives return their torch works without
+waiting.
 
-Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size.
+Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size, W = most experts of
+any row, R = a part of the rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,33 +23,33 @@ Works = list[dist.Work]
 
 def pack(buffers: Buffers, operation: Operation) -> None:
     """Gather a chunk's rows from the whole tensor into a message."""
-    whole, index = buffers.source(operation)
-    assert index is not None, "rows that lie in order are sent as they lie"
+    whole, index_N = buffers.source(operation)
+    assert index_N is not None, "rows that lie in order are sent as they lie"
     into, _ = buffers.target(operation)
     for target, column in zip(into.tensors(), whole.tensors(), strict=True):
-        copy_rows(target, column, index)
+        copy_rows(target, column, index_N)
 
 
 def put(buffers: Buffers, operation: Operation) -> None:
     """Scatter a chunk's rows to their places in the whole tensor."""
     columns, _ = buffers.source(operation)
-    into, index = buffers.target(operation)
+    into, index_N = buffers.target(operation)
     for target, column in zip(into.tensors(), columns.tensors(), strict=True):
-        if index is None:
+        if index_N is None:
             target.copy_(column)
         else:
-            put_rows(target, index, column)
+            put_rows(target, index_N, column)
 
 
 def find(buffers: Buffers, operation: Operation) -> None:
-    """Find the copies of rows, from their expert ids."""
+    """Derive the copies of rows from their expert ids."""
     columns, _ = buffers.source(operation)
     assert columns.ids is not None, f"{operation.stage} has nothing to find"
     find_copies(columns.ids, _parts(buffers, operation, columns.ids), buffers.copies(operation))
 
 
 def duplicate(buffers: Buffers, operation: Operation) -> None:
-    """Copy each row for every part that it goes to: [N, H] -> [M, H], with its list."""
+    """Copy each row, with its list, once per destination part: [N, H] -> [M, H]."""
     copies, (read, *_), (written, *_) = buffers.copies(operation), operation.reads, operation.writes
     if buffers.formats[read] == buffers.formats[written]:
         # Messages of the same format are copied with all of their columns at once.
@@ -66,59 +67,59 @@ def duplicate(buffers: Buffers, operation: Operation) -> None:
 
 
 def reduce(buffers: Buffers, operation: Operation) -> None:
-    """Sum each row's copies: [M, H] -> [N, H], rounded once; its probabilities likewise."""
-    columns, index = buffers.source(operation)
+    """Sum each row's copies and their probabilities, rounded once: [M, H] -> [N, H]."""
+    columns, index_M = buffers.source(operation)
     copies, (into, _) = buffers.copies(operation), buffers.target(operation)
     targets = [(into.rows, slice(None))]
     if operation.group is not None:
         # Rows on the wire are rounded; this rank's part of the next sum is not.
-        unrounded = buffers.columns(operation.writes[1]).rows
+        unrounded_RH = buffers.columns(operation.writes[1]).rows
         first = first_unrounded(buffers, operation)
-        targets.append((unrounded, slice(first, first + unrounded.shape[0])))
+        targets.append((unrounded_RH, slice(first, first + unrounded_RH.shape[0])))
     for block in column_blocks(columns.rows, buffers.sum_dtype):
-        sums = copies.sum_by_row(columns.rows[:, block], buffers.sum_dtype, index)
+        sums_NH = copies.sum_by_row(columns.rows[:, block], buffers.sum_dtype, index_M)
         for target, rows in targets:
-            target[:, block] = sums[rows]
-        # Its memory is needed for the next block.
-        del sums
+            target[:, block] = sums_NH[rows]
+        # Free it before the next block.
+        del sums_NH
     if into.probs is not None and columns.probs is not None:
         if columns.probs.dim() > 1:
             into.probs.copy_(sum_rows(columns.probs, copies.by_row, copies.row_starts))
         else:
             # [M] -> [N, W]: every expert of a list has one copy, or none here.
-            shares = columns.probs if index is None else columns.probs[index]
-            into.probs.zero_()[copies.row, copies.place] = shares
+            shares_M = columns.probs if index_M is None else columns.probs[index_M]
+            into.probs.zero_()[copies.row, copies.place] = shares_M
 
 
 def first_unrounded(buffers: Buffers, operation: Operation) -> int:
-    """The first of the rows whose next sum is this rank's, among those of a "reduce"."""
+    """First row of a "reduce" that this rank sums next."""
     gathered = buffers.exchange.bound.stages[operation.position - 1].receive[operation.chunk]
     return int(gathered[: buffers.group(operation).rank].sum())
 
 
 def reduce_parts(buffers: Buffers, operation: Operation) -> None:
-    """Sum the parts of each row that came from all ranks: [P * N, H] -> [N, H], rounded once."""
+    """Sum each row's parts from all ranks, rounded once: [P * N, H] -> [N, H]."""
     columns, _ = buffers.source(operation)
     into, _ = buffers.target(operation)
-    unrounded = buffers.columns(operation.reads[1]).rows if len(operation.reads) > 1 else None
+    unrounded_NH = buffers.columns(operation.reads[1]).rows if len(operation.reads) > 1 else None
     for target, parts in zip(into.tensors(), columns.tensors(), strict=True):
         sum_parts(
             target,
             parts,
             promoted(buffers.exchange.sum_dtype, parts.dtype),
             operation.parts_per_sum,
-            unrounded if parts is columns.rows else None,
+            unrounded_NH if parts is columns.rows else None,
             buffers.group(operation).rank,
         )
 
 
 def alltoall(buffers: Buffers, operation: Operation) -> Works:
-    """Start an exchange of rows with the group."""
+    """Start an AllToAll."""
     return _start(buffers, operation, start_all_to_all)
 
 
 def allgather(buffers: Buffers, operation: Operation) -> Works:
-    """Start to gather the group's rows, in the order of its ranks."""
+    """Start an AllGather, in the order of the ranks."""
     return _start(buffers, operation, start_all_gather)
 
 
@@ -135,14 +136,14 @@ OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = {
 }
 
 
-def _parts(buffers: Buffers, operation: Operation, ids: torch.Tensor) -> Parts:
-    """Parts of a stage's copies, held from the first chunk with ids like these to the last."""
+def _parts(buffers: Buffers, operation: Operation, ids_NW: torch.Tensor) -> Parts:
+    """Parts of a stage's copies, cached from its first chunk to its last."""
     position, bound, held = operation.position, buffers.exchange.bound, buffers.parts
     if position not in held:
         parts = bound.stages[position].parts
         assert parts is not None, f"{operation.stage} has nothing to find"
         before, after = bound.rows_at[position : position + 2]
-        held[position] = Parts.of(parts, int(max(before)), int(max(after)), ids)
+        held[position] = Parts.of(parts, int(max(before)), int(max(after)), ids_NW)
     return held.pop(position) if operation.chunk == bound.num_chunks - 1 else held[position]
 
 

@@ -1,15 +1,15 @@
 """Dispatch, experts and combine of a micro-batch as one pipeline over chunks of its tokens.
 
-A chunk is an exchange of its own, with its own passes and its own rows at the experts; the order of
-its steps is that of `chains.pipelined_layer`.
+Each chunk is an exchange of its own, with its own passes and expert rows; `chains.pipelined_layer`
+gives the order of steps.
 
-The start of a pass and the wait for it are nodes of the autograd graph, made in this order. The
-engine runs the ready node that was made last, so backward is the mirror image: the transpose of a
-start waits for the pass that the transpose of the wait has started. It sums a parameter's gradients
-of all chunks before its hooks run, once.
+The start of a pass and the wait for it are nodes of the autograd graph, created in this order. The
+engine runs the ready node created last, so backward is the mirror image: the transpose of a start
+waits for the pass started by the transpose of the wait. The engine sums a parameter's gradients
+over all chunks before its hooks run, once.
 
-Nodes that only order others are joined by tokens, tensors without values: rows lie in tensors of
-all chunks, of which each pass reads and writes its slice.
+Empty tensors connect nodes that only impose an order: rows are in tensors of all chunks, and each
+pass reads and writes its slice.
 
 Notation: C = number of chunks, T = tokens of this rank, H = hidden size, W = most experts of any
 token, N = rows of a chunk for the local experts.
@@ -40,7 +40,7 @@ Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class BackgroundExperts(Protocol):
-    """Experts that compute beside the host: a call starts them, and `wait` ends it."""
+    """Experts that compute asynchronously: a call starts them, `wait` completes it."""
 
     def __call__(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -53,18 +53,18 @@ class BackgroundExperts(Protocol):
 
 def run_pipeline(
     chunks: Sequence[Exchange],
-    rows: torch.Tensor,
-    probs: torch.Tensor,
-    ids: torch.Tensor,
+    rows_TH: torch.Tensor,
+    probs_TW: torch.Tensor,
+    ids_TW: torch.Tensor,
     experts: Experts | BackgroundExperts,
 ) -> torch.Tensor:
     """Exchange and compute all chunks; differentiable.
 
     Args:
         chunks: their exchanges, each bound with one chunk, in the order of their tokens.
-        rows: [T, H].
-        probs: [T, W].
-        ids: [T, W] experts of each token, ascending.
+        rows_TH: the tokens.
+        probs_TW: probability of each expert in `ids_TW`.
+        ids_TW: experts of each token, ascending.
         experts: called for every chunk.
 
     Returns:
@@ -75,13 +75,13 @@ def run_pipeline(
     """
     pipeline = _Pipeline(chunks)
     wait = getattr(experts, "wait", None)
-    entered = _Enter.apply(pipeline, rows.contiguous(), probs.contiguous(), ids)
+    entered = _Enter.apply(pipeline, rows_TH.contiguous(), probs_TW.contiguous(), ids_TW)
     # Result of the latest step of each chunk.
     tokens: list[Any] = [entered] * len(chunks)
 
     def compute(chunk: int) -> torch.Tensor:
-        chunk_rows, chunk_probs = tokens[chunk]
-        return experts(chunk_rows, pipeline.tokens_per_expert(chunk), chunk_probs)
+        rows_NH, probs_N = tokens[chunk]
+        return experts(rows_NH, pipeline.tokens_per_expert(chunk), probs_N)
 
     def without_tensors(step: Callable[[int], object], back: Callable[[int], object]) -> Any:
         return lambda chunk: _Step.apply(step, back, chunk, tokens[chunk])
@@ -104,7 +104,7 @@ def run_pipeline(
 
 
 class _Pipeline:
-    """The passes under way, and the tensors of all chunks that they read and write."""
+    """Passes in flight, and the tensors of all chunks that they read and write."""
 
     def __init__(self, chunks: Sequence[Exchange]) -> None:
         self._chunks = chunks
@@ -113,7 +113,7 @@ class _Pipeline:
             ends.append(ends[-1] + int(chunk.bound.num_source_rows))
         self._tokens = [slice(*bounds) for bounds in pairwise(ends)]
         self._under_way: dict[tuple[str, int], Execution] = {}
-        # By pass: what is read, and what is written.
+        # Inputs and outputs of all chunks, by pass.
         self.sources: dict[str, Columns] = {}
         self._results: dict[str, Columns] = {}
 
@@ -127,20 +127,20 @@ class _Pipeline:
         Args:
             pass_: the pass.
             chunk: the chunk.
-            columns: what it reads; None for the chunk's tokens of its source.
+            columns: its input; None for the chunk's tokens in the pass's source.
         """
         output = None
         if columns is None:
             columns = _of_tokens(self.sources[pass_.name], self._tokens[chunk])
         else:
-            # Before the first of these passes forks its streams: memory that is made later may have
-            # been in use after that.
+            # Allocate before the first of these passes forks its streams: memory allocated later
+            # may have been in use after the fork.
             if pass_.name not in self._results:
                 self._results[pass_.name] = self._empty_like(columns)
             output = _of_tokens(self._results[pass_.name], self._tokens[chunk])
         execution = Execution(self._chunks[chunk], pass_, columns, output)
         if output is not None:
-            # This pass comes after the experts; what is left to issue of others must not.
+            # This pass comes after the experts; remaining operations of other passes must not.
             for other in self._under_way.values():
                 if other.bound.program.policy != "host":
                     other.go_on()
@@ -170,7 +170,7 @@ def _of_tokens(columns: Columns, tokens: slice) -> Columns:
 
 
 class _Enter(torch.autograd.Function):
-    """Entry of the pipeline: tensors of all tokens, for a token."""
+    """Entry of the pipeline: tensors of all tokens -> an empty tensor."""
 
     @staticmethod
     def forward(
@@ -189,7 +189,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """A step of a chunk that has no tensors of its own, and the step of its backward pass."""
+    """A step of a chunk without tensors of its own, and its step in backward."""
 
     @staticmethod
     def forward(
@@ -224,21 +224,21 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, rows: torch.Tensor, probs: torch.Tensor
+        ctx: Any, rows_NH: torch.Tensor, probs_N: torch.Tensor
     ) -> tuple[None, None, torch.Tensor]:
-        columns = Columns(rows=rows.contiguous(), probs=probs.contiguous())
+        columns = Columns(rows=rows_NH.contiguous(), probs=probs_N.contiguous())
         ctx.pipeline.start(DISPATCH_BACKWARD, ctx.chunk, columns)
-        return None, None, rows.new_empty(0)
+        return None, None, rows_NH.new_empty(0)
 
 
 class _Leave(torch.autograd.Function):
     """Combine of a chunk starts; its backward ends."""
 
     @staticmethod
-    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, rows_NH: torch.Tensor) -> torch.Tensor:
         ctx.pipeline, ctx.chunk = pipeline, chunk
-        pipeline.start(COMBINE, chunk, Columns(rows=rows.contiguous()))
-        return rows.new_empty(0)
+        pipeline.start(COMBINE, chunk, Columns(rows=rows_NH.contiguous()))
+        return rows_NH.new_empty(0)
 
     @staticmethod
     @once_differentiable
@@ -247,17 +247,17 @@ class _Leave(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Exit of the pipeline: the tokens of all chunks, for a tensor of all tokens."""
+    """Exit of the pipeline: an empty tensor per chunk -> the result of all tokens."""
 
     @staticmethod
     def forward(ctx: Any, pipeline: _Pipeline, *tokens: torch.Tensor) -> torch.Tensor:
         ctx.pipeline, ctx.num_chunks = pipeline, len(tokens)
-        # Read by dispatch.
+        # Dispatch has read them.
         pipeline.sources.clear()
         return pipeline.result(COMBINE).rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.pipeline.sources[COMBINE_BACKWARD.name] = Columns(rows=rows.contiguous())
-        return (None, *[rows.new_empty(0) for _ in range(ctx.num_chunks)])
+    def backward(ctx: Any, rows_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.pipeline.sources[COMBINE_BACKWARD.name] = Columns(rows=rows_TH.contiguous())
+        return (None, *[rows_TH.new_empty(0) for _ in range(ctx.num_chunks)])

@@ -12,16 +12,16 @@ ResourceOrHost: TypeAlias = Literal[Resource, "host"]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A piece of work on one resource.
+    """An interval of one resource.
 
     Attributes:
         pass_name: dispatch, combine, or the backward pass of one of them.
-        stage: a stage of the chain, or what comes before or after it.
-        chunk: None where it is done for all chunks at once.
-        operation: its number in the program of the pass; None for what surrounds the program.
-        resource: that it occupies.
-        action: "run" on a resource; "launch" of an operation by the host, or its "wait" for one.
-        start_us: time since the start of the timeline's first span.
+        stage: a stage of the chain, or work before or after it.
+        chunk: None for all chunks at once.
+        operation: its number in the program of the pass; None outside of the program.
+        resource: the resource occupied.
+        action: "run" on a resource; "launch" or "wait" of the host for an operation.
+        start_us: since the start of the timeline's first span.
         end_us: likewise.
     """
 
@@ -35,7 +35,7 @@ class Span:
     operation: int | None = None
 
     def shifted(self, by_us: float) -> "Span":
-        """The same, by so much later."""
+        """The same span, `by_us` later."""
         return replace(self, start_us=self.start_us + by_us, end_us=self.end_us + by_us)
 
 
@@ -48,9 +48,9 @@ class TimedStep(NamedTuple):
 
     Attributes:
         action: begin, start, wait, ready or end.
-        pass_name, operation: what it is a step of.
-        host_us: when the host reached it.
-        device_us: when the device reached it; on CPU ranks the same.
+        pass_name, operation: its pass and operation.
+        host_us: time on the host.
+        device_us: time on the device; equal to `host_us` on CPU ranks.
     """
 
     action: str
@@ -61,7 +61,7 @@ class TimedStep(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Key of the operation that it is a step of."""
+        """Key of its operation."""
         return self.pass_name, self.operation.number
 
     def span(
@@ -85,14 +85,14 @@ class TimedStep(NamedTuple):
 
 
 def spans_of(steps: Sequence[TimedStep], ends_us: Mapping[Key, float]) -> list[Span]:
-    """The spans of one rank from the steps that its executor noted.
+    """Spans of one rank from the recorded steps of its executor.
 
-    A copy runs from when its input is ready to its end, a collective from its start until it has
-    finished, whenever it is waited for.
+    A copy runs from when its input is ready to its end, a collective from its start until it
+    finishes, independent of the wait for it.
 
     Args:
-        steps: the steps, in the order in which they were noted.
-        ends_us: when each collective finished.
+        steps: in the order of recording.
+        ends_us: end of each collective.
     """
     spans: list[Span] = []
     launch_us = input_us = wait_us = 0.0

@@ -1,10 +1,9 @@
 """Start and end times of a pass's copies and collectives, on one clock for all ranks.
 
-On CPU ranks they are read from the host's clock: copies block the host, and a thread
-waits for each collective, as it ends long before the executor asks for it. Where ranks outnumber
-cores that costs time: 4 ranks on 2 cores, medians of 21 passes, 216 ms with it and 195 ms without.
-On a GPU they come from events on the streams on which the executor launches, converted to the
-host's clock; nothing there blocks the host.
+CPU ranks read the host's clock: copies block the host, and a thread waits for each collective,
+which ends long before the executor waits for it. With more ranks than cores the threads cost time:
+4 ranks on 2 cores, medians of 21 passes, 216 ms with them and 195 ms without. On a GPU the times
+come from events on the executor's streams, converted to the host's clock, without blocking it.
 """
 
 import socket
@@ -29,15 +28,15 @@ NUM_BARRIERS = 31
 
 
 def now_us() -> float:
-    """The monotonic clock, which all processes of a host share."""
+    """Microseconds of the monotonic clock, shared by all processes of a host."""
     return time.monotonic_ns() / 1e3
 
 
 class Clock:
-    """The offset of this rank's clock from the first rank's; made by all ranks of a group together.
+    """Offset of this rank's clock from the first rank's; created collectively by a group.
 
-    Where they run on several hosts, all of them read their clocks right after barriers, which they
-    leave at nearly the same time: the median of the differences is the offset.
+    On several hosts, ranks read their clocks right after barriers, which they leave at nearly the
+    same time: the median of the differences is the offset.
 
     Attributes:
         name: how the offset was determined.
@@ -52,18 +51,18 @@ class Clock:
 
         Args:
             group: the ranks; None for all.
-            device: where their messages have to be.
+            device: for messages of the group.
         """
         self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
         if len(set(gather_objects(_host(), group))) == 1:
             return
         here_us = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
         barrier = torch.zeros(1, device=device)
-        for turn in range(NUM_BARRIERS):
+        for index in range(NUM_BARRIERS):
             dist.all_reduce(barrier, group=group)
-            # On a device the host has not waited yet.
+            # On a device, wait for it.
             barrier.item()
-            here_us[turn] = now_us()
+            here_us[index] = now_us()
         first_us = here_us.to(device)
         dist.broadcast(
             first_us,
@@ -79,11 +78,11 @@ class Clock:
 
 
 def _host() -> str:
-    """The same for processes that share a clock; host names differ between emulated nodes."""
+    """Key of the clock; host names differ between emulated nodes of one host."""
     return BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()
 
 
-# More than the number of collectives that the executor ever has in flight.
+# More than the executor's collectives in flight.
 NUM_THREADS = 32
 
 
@@ -92,8 +91,8 @@ class Taken:
     """The record of a pass.
 
     Attributes:
-        steps: the steps, in the order in which they were noted.
-        ends_us: when each collective finished.
+        steps: in the order of recording.
+        ends_us: end of each collective.
     """
 
     steps: list[TimedStep]
@@ -112,13 +111,12 @@ class HostRecorder:
         self._ends_us: dict[Key, float] = {}
 
     def note(self, step: Step) -> None:
-        """Record that a step happens now."""
+        """Record a step at the current time."""
         at_us = now_us()
         self._steps.append(TimedStep(*step, host_us=at_us, device_us=at_us))
 
     def watch(self, works: Sequence[dist.Work], pass_name: str, operation: int) -> list[dist.Work]:
         """Let a thread wait for a collective; returns a handle that waits for that thread."""
-
         end: Future[None] = Future()
 
         def wait() -> None:
@@ -135,7 +133,7 @@ class HostRecorder:
         return [cast(dist.Work, _Watched(end))]
 
     def take(self) -> Taken:
-        """Take the steps recorded since the last call."""
+        """Steps recorded since the last call."""
         taken = Taken(steps=self._steps, ends_us=self._ends_us)
         self._steps, self._ends_us = [], {}
         return taken
@@ -158,21 +156,21 @@ class DeviceRecorder:
         self._origin_us = now_us()
 
     def note(self, step: Step) -> None:
-        """Record that a step happens now on the host, and when the current stream reaches it."""
+        """Record a step at the host's time, and an event for the current stream's."""
         event = _event(torch.cuda.current_stream())
         key = (step.pass_name, step.operation.number)
         if step.action == "ready" and key in self._collectives:
-            # The first stream that waits for it has just passed it.
+            # The first stream to wait for it is past it.
             self._ends.setdefault(key, event)
         self._noted.append((step, now_us(), event))
 
     def watch(self, works: Sequence[dist.Work], pass_name: str, operation: int) -> list[dist.Work]:
-        """Remember that it is a collective."""
+        """Register a collective."""
         self._collectives.add((pass_name, operation))
         return list(works)
 
     def take(self) -> Taken:
-        """Take the steps recorded since the last call; waits for the device."""
+        """Steps recorded since the last call; waits for the device."""
         torch.cuda.synchronize()
         taken = Taken(
             steps=[

@@ -1,23 +1,23 @@
-"""The seam between the executor and the device: streams, events and the lifetime of buffers.
+"""Interface of the executor to a device: streams, events and the lifetime of buffers.
 
-Stages that trail the first one by equally many steps are issued on one side stream: with two
+Stages with the same lag behind the first one share a side stream: with two
 collectives there are three, so that chunk i+1's AllToAll, chunk i's AllGather and chunk i-1's
 copies can run at once; collectives run on streams of their groups' own.
 
 The side streams are distinct from each other and from the caller's. Groups draw theirs from the
-same pools of torch, one for each priority, and nothing tells which: a group's stream is surely
-another one where its priority is (`is_high_priority_stream`). If one should be a side stream too,
-operations wait that would not have to; they never run in another order.
+same torch pools, one per priority, and cannot be asked which: only a group of another priority
+(`is_high_priority_stream`) is sure to have another stream. On a shared stream some operations wait
+unnecessarily; the order stays correct.
 
-Memory is held until the join, after which the caller's stream comes behind every use. Memory that
-passes share outlives it: each pass names it to `record_stream` for its caller's stream (`keep`).
+Memory is held until the join, after which the caller's stream is ordered after every use. Memory
+shared by passes outlives it: each pass calls `record_stream` with its caller's stream (`keep`).
 
-Asking torch for the current stream costs several times as much as setting it, so streams are set
-where they change, and never asked for.
+Querying torch's current stream costs several times as much as setting it, so the current stream is
+tracked here and never queried.
 
-On CPU ranks there are no streams: a collective runs in the background of its process group, and
-the host waits for it where its result is first needed. Either way the executor makes the same
-calls; what differs lies in the program (`chains.lower`).
+CPU ranks have no streams: a collective runs in a thread of its process group, and the host waits
+for it at the first use of its result. The executor makes the same calls either way; the program
+differs (`chains.lower`).
 """
 
 from collections.abc import Callable, Mapping
@@ -32,10 +32,10 @@ from monta_megatron.exchange.collectives import PeerGroup
 if TYPE_CHECKING:
     from monta_megatron.exchange.time_limit import TimeLimit
 
-# As many as torch makes for each priority of a device (c10/cuda/CUDAStream.cpp).
+# Streams of a torch pool: one pool per device and priority (c10/cuda/CUDAStream.cpp).
 STREAMS_IN_POOL = 32
 
-# Waits for what a stage started: blocks the current stream on a GPU, the host on CPU ranks.
+# Waits for an operation: blocks the current stream on a GPU, the host on CPU ranks.
 Ready = Callable[[], object]
 
 
@@ -43,13 +43,13 @@ class Streams:
     """Streams, events and buffer lifetimes of a device; this class serves CPU ranks.
 
     Attributes:
-        policy: how programs are executed here.
+        policy: execution policy of programs.
     """
 
     policy: Policy = "host"
 
     def fork(self, num_streams: int) -> None:
-        """Make so many side streams wait for what the caller's stream has been given so far."""
+        """Make `num_streams` side streams wait for all work issued on the caller's stream."""
 
     def join(self) -> None:
         """Make the caller's stream wait for everything issued on the side streams."""
@@ -61,12 +61,12 @@ class Streams:
         """Issue the following operations on the caller's stream."""
 
     def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
-        """Called once an operation was issued; returns what others call to wait for it."""
+        """Mark the end of an operation just issued; returns a function that waits for it."""
 
         def wait() -> None:
             for work in works or ():
                 work.wait()
-            # They hold their tensors.
+            # Works hold their tensors.
             if works:
                 works.clear()
 
@@ -79,10 +79,10 @@ class Streams:
         operation: Operation,
         works: list[torch.distributed.Work],
     ) -> None:
-        """Look after a collective for which the host will not wait."""
+        """Watch the time limit of a collective for which the host does not wait."""
 
     def keep(self, memory: torch.Tensor) -> None:
-        """Keep memory that another pass has made from being reused before this one has ended."""
+        """Keep memory allocated by another pass from reuse before this pass ends."""
 
 
 class CudaStreams(Streams):
@@ -118,7 +118,7 @@ class CudaStreams(Streams):
 
         def wait() -> None:
             # Here and not at the launch: with one launch queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a
-            # wait holds up all that is issued after it, including the next stage's collective.
+            # wait blocks everything issued after it, including the next stage's collective.
             for work in works:
                 work.wait()
 
@@ -144,7 +144,7 @@ class CudaStreams(Streams):
 
 @cache
 def device_time_limit() -> "TimeLimit":
-    """Watcher of the collectives of all passes."""
+    """Watcher of all passes' collectives."""
     from monta_megatron.exchange.time_limit import TimeLimit
 
     return TimeLimit()
@@ -152,17 +152,17 @@ def device_time_limit() -> "TimeLimit":
 
 @cache
 def _drawn(device: torch.device, priority: int) -> list[torch.cuda.Stream]:
-    """The streams that were drawn from one of torch's pools, for all passes of all layers."""
+    """Streams drawn from one of torch's pools, shared by all passes of all layers."""
     return []
 
 
 def _side_streams(
     device: torch.device, caller: torch.cuda.Stream, number: int
 ) -> list[torch.cuda.Stream]:
-    """So many streams that are distinct from each other and from the caller's."""
+    """`number` streams, distinct from each other and from the caller's."""
     # With the caller's priority: the 1F1B schedule may give its communication a higher one.
     drawn = _drawn(device, caller.priority)
-    # torch hands out the streams of a pool in turn, so after as many all have been seen.
+    # torch hands out a pool's streams round robin, so one round yields all of them.
     for _ in range(STREAMS_IN_POOL + 1):
         usable = [stream for stream in drawn if stream != caller]
         if len(usable) >= number:
@@ -174,7 +174,7 @@ def _side_streams(
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The streams for a pass on the device that holds the rows."""
+    """Streams for a pass on the device of its rows."""
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
@@ -184,6 +184,6 @@ def device_of_ranks() -> torch.device:
 
 
 def gpu_name() -> str | None:
-    """Name of this rank's GPU by its driver; None on CPU ranks."""
-    # CPU ranks say that CUDA is there.
+    """This rank's GPU as its driver names it; None on CPU ranks."""
+    # On CPU ranks `torch.cuda.is_available` is true.
     return torch.cuda.get_device_name() if torch.accelerator.is_available() else None

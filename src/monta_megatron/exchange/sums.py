@@ -1,16 +1,16 @@
-"""Sums of rows in a given order, as PyTorch operations.
+"""Sums of rows in a fixed order, as PyTorch operations.
 
-The terms are added one after the other from +0.0, by the same operation on every device and with no
+Terms are added one after the other from +0.0, by the same operation on every device and without
 atomics, so the bits are the same in every run. Low-precision rows are converted first, a block of
-columns at a time: that takes `SUM_COLUMNS` values of the sum's dtype for each row, whatever the
-hidden size.
+columns at a time, which takes `SUM_COLUMNS` values of the sum's dtype per row at any hidden size.
 
 Bound: a sum of K terms is off by at most K 2^-24 of the sum of their absolute values (in fp32), and
-by one rounding. Where partial sums travel over h hops, this rank's part is not rounded for the
-way, and the error in bf16 (rms, against fp64) is at most 1.05 sqrt(1 + h) times that of one fp32
+by one rounding. Over h hops of partial sums, this rank's own part stays unrounded, and the
+error in bf16 (rms, against fp64) is at most 1.05 sqrt(1 + h) times that of one fp32
 sum rounded once.
 
-Notation: N = rows of the result, M = terms of all sums, P = parts of each row, H = columns.
+Notation: N = rows of the result, R = rows to add up, M = terms of all sums, P = parts of each row,
+H = columns, 1 = one more on the axis before.
 """
 
 import torch
@@ -18,31 +18,31 @@ import torch
 from monta_megatron.chains.program import SUM_COLUMNS
 
 
-def column_blocks(rows: torch.Tensor, dtype: torch.dtype) -> list[slice]:
-    """The columns of [M, H] rows that are summed in `dtype` at a time; all, if that is theirs."""
-    width = rows.shape[1]
-    step = width if rows.dtype == dtype else SUM_COLUMNS
+def column_blocks(rows_RH: torch.Tensor, dtype: torch.dtype) -> list[slice]:
+    """The columns that are summed in `dtype` at a time; all, if that is the rows' own dtype."""
+    width = rows_RH.shape[1]
+    step = width if rows_RH.dtype == dtype else SUM_COLUMNS
     return [slice(start, start + step) for start in range(0, width, step)]
 
 
-def sum_rows(rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def sum_rows(rows_RH: torch.Tensor, order_M: torch.Tensor, starts_N1: torch.Tensor) -> torch.Tensor:
     """Add up rows in their own dtype.
 
     Args:
-        rows: [any number, H].
-        order: [M] the row of every term, sum after sum.
-        starts: [N + 1] where the terms of each sum begin in `order`.
+        rows_RH: the rows.
+        order_M: row of each term, sum after sum.
+        starts_N1: start of each sum's terms in `order_M`, and the end.
 
     Returns:
         [N, H], 0 where a sum has no terms.
     """
-    width = rows.shape[1]
-    if order.shape[0] == 0:
-        return rows.new_zeros(starts.shape[0] - 1, width)
-    sums = torch.nn.functional.embedding_bag(
-        order, _with_neighbouring_columns(rows), starts, mode="sum", include_last_offset=True
+    width = rows_RH.shape[1]
+    if order_M.shape[0] == 0:
+        return rows_RH.new_zeros(starts_N1.shape[0] - 1, width)
+    sums_NH = torch.nn.functional.embedding_bag(
+        order_M, _whole_rows(rows_RH), starts_N1, mode="sum", include_last_offset=True
     )
-    return sums[:, :width]
+    return sums_NH[:, :width]
 
 
 def sum_parts(
@@ -50,7 +50,7 @@ def sum_parts(
     parts: torch.Tensor,
     dtype: torch.dtype,
     parts_per_sum: int,
-    unrounded: torch.Tensor | None = None,
+    unrounded_NH: torch.Tensor | None = None,
     rank: int = 0,
 ) -> None:
     """Add the P parts of each row in `dtype`, in order, and round once: [P * N, H] -> [N, H].
@@ -60,7 +60,7 @@ def sum_parts(
         parts: [P * N, H] or [P * N], part after part.
         dtype: dtype of the sum.
         parts_per_sum: see `chains.stage_operations.parts_per_sum`.
-        unrounded: [N, H] this rank's part before it was rounded, in `dtype`; None if it was not.
+        unrounded_NH: this rank's part before rounding, in `dtype`; None if it was not rounded.
         rank: the position of that part.
     """
     if into.dim() == 1:
@@ -68,14 +68,14 @@ def sum_parts(
     num_rows, first = into.shape[0], rank * into.shape[0]
     num_terms = parts_per_sum * num_rows
     # [P, N] -> [N, P]
-    order = torch.arange(num_terms, device=into.device).view(parts_per_sum, num_rows).T.flatten()
-    starts = torch.arange(0, num_terms + 1, parts_per_sum, device=into.device)
+    order_M = torch.arange(num_terms, device=into.device).view(parts_per_sum, num_rows).T.flatten()
+    starts_N1 = torch.arange(0, num_terms + 1, parts_per_sum, device=into.device)
 
     def sum_block(columns: slice) -> torch.Tensor:
         terms = parts[:, columns].to(dtype)
-        if unrounded is not None:
-            terms[first : first + num_rows] = unrounded[:, columns]
-        total, *others = (sum_rows(group, order, starts) for group in terms.split(num_terms))
+        if unrounded_NH is not None:
+            terms[first : first + num_rows] = unrounded_NH[:, columns]
+        total, *others = (sum_rows(group, order_M, starts_N1) for group in terms.split(num_terms))
         for sums in others:
             total += sums
         return total
@@ -84,13 +84,13 @@ def sum_parts(
         into[:, columns] = sum_block(columns)
 
 
-def _with_neighbouring_columns(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a packed message with its other columns: contiguous, if possible without a copy."""
-    num_rows, stride = rows.shape[0], rows.stride(0)
-    end_bytes = (rows.storage_offset() + num_rows * stride) * rows.element_size()
-    is_wide = rows.stride(1) == 1 and rows.shape[1] <= stride < 2 * rows.shape[1]
-    # Columns that come first in their row: behind others, what follows is another chunk's.
-    is_first = is_wide and rows.storage_offset() % stride == 0
-    if is_first and end_bytes <= rows.untyped_storage().nbytes():
-        return rows.as_strided((num_rows, stride), (stride, 1))
-    return rows.contiguous()
+def _whole_rows(rows_RH: torch.Tensor) -> torch.Tensor:
+    """Contiguous rows, without a copy if those of a packed message with all its columns will do."""
+    num_rows, stride = rows_RH.shape[0], rows_RH.stride(0)
+    end_bytes = (rows_RH.storage_offset() + num_rows * stride) * rows_RH.element_size()
+    is_wide = rows_RH.stride(1) == 1 and rows_RH.shape[1] <= stride < 2 * rows_RH.shape[1]
+    # Only the first columns of a row: after others, the next bytes belong to another chunk.
+    is_first = is_wide and rows_RH.storage_offset() % stride == 0
+    if is_first and end_bytes <= rows_RH.untyped_storage().nbytes():
+        return rows_RH.as_strided((num_rows, stride), (stride, 1))
+    return rows_RH.contiguous()

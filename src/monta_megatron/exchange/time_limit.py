@@ -1,14 +1,14 @@
 """Reports of a rank before NCCL's time limit ends its process.
 
-On a device the host waits for no collective. Where one does not end, the watchdog of its process
-group ends the process, and no line of Python runs any more. So a thread looks at the collectives
-that were started, the oldest first, and at what the host waits for; where something comes close to
-its limit it prints, once, what the error says on CPU ranks.
+On a device the host waits for no collective. If one hangs, its process group's watchdog kills the
+process before any Python code can report. So a thread polls the collectives in flight, the oldest
+first, and the host's own waits; when one comes close to its limit, the thread prints the text of
+the error that CPU ranks raise, once.
 
-Whether a collective has ended is told by the future of its result, which that watchdog completes.
-It holds no tensors, while the collective's `Work` holds its outputs, and asking it is no call of
-CUDA, which may wait for the host or break a capture. Other backends have no such future, nor has
-TORCH_NCCL_BLOCKING_WAIT such a watchdog: there the host waits, and an error is raised.
+The future of a collective's result, completed by the watchdog, tells whether it has ended. It holds
+no tensors, while the collective's `Work` holds its outputs, and polling it makes no CUDA call,
+which could block the host or break a graph capture. Other backends have no such future, and there
+is no watchdog under TORCH_NCCL_BLOCKING_WAIT: there the host waits, and an error is raised.
 """
 
 import os
@@ -28,26 +28,26 @@ from monta_megatron.exchange import counts
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.errors import last_operations, place_of, versions
 
-# As often as NCCL's watchdog: while it looks the host issues nothing, so little must have ended.
+# As often as NCCL's watchdog: the host issues nothing during a poll, so polls must be short.
 LOOK_S = 0.1
-# Of the limit: after that long it is printed.
+# Fraction of the limit after which a report is printed.
 PRINTED_AT = 0.9
-# More collectives than end between two looks; should the oldest never end, it is forgotten.
+# More collectives than end between two polls; beyond it the oldest is dropped.
 MOST_COLLECTIVES = 2**16
 BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-# Values that torch takes for "on", in any case.
+# Values that torch reads as true, in upper or lower case.
 ON = ("y", "yes", "1", "t", "true")
 
 
 class Started(NamedTuple):
-    """A collective that was started, without its tensors.
+    """A collective in flight, without its tensors.
 
     Attributes:
         bound: the program of its pass.
         groups: of the program's collectives.
         operation: the collective.
-        since_s: when it was started.
-        result: the future of its last message; a group's messages arrive in order.
+        since_s: start, by `time.monotonic`.
+        result: future of its last message; a group's messages complete in order.
     """
 
     bound: BoundProgram
@@ -58,7 +58,7 @@ class Started(NamedTuple):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Whose time limit it has."""
+        """The group whose time limit applies."""
         assert self.operation.group is not None, f"{self.operation.kind} is no collective"
         return self.groups[self.operation.group].process_group
 
@@ -67,10 +67,10 @@ class Started(NamedTuple):
 
 
 class TimeLimit:
-    """Watches the collectives started on this rank's device.
+    """Watches the collectives on this rank's device.
 
     Attributes:
-        pending: collectives that were started and, by the latest look, had not ended.
+        pending: collectives in flight at the latest poll.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class TimeLimit:
         self._thread: Thread | None = None
         given = [os.environ.get(name, "").lower() for name in BLOCKING_WAIT]
         self._has_watchdog = not any(value in ON for value in given)
-        # Printed last.
+        # The last one printed.
         self._printed: object = None
 
     def add(
@@ -88,7 +88,7 @@ class TimeLimit:
         operation: Operation,
         works: Sequence[dist.Work],
     ) -> None:
-        """Look after a collective that was just started."""
+        """Watch a collective just started."""
         if not self._has_watchdog:
             return
         try:
@@ -103,7 +103,7 @@ class TimeLimit:
 
     def late(self, now_s: float) -> str | None:
         """Report due at `now_s`, by `time.monotonic`; None if there is nothing new."""
-        # Only this thread takes something out.
+        # Only this thread removes entries.
         while self.pending and self.pending[0].result.done():
             self.pending.popleft()
         oldest = self.pending[0] if self.pending else None
@@ -121,7 +121,7 @@ class TimeLimit:
         return None
 
     def _last_operations(self, oldest: Started | None) -> str:
-        """Of the pass whose collective is the oldest that has not ended."""
+        """Last operations of the pass with the oldest pending collective."""
         if oldest is None:
             return "no pass is under way"
         pending = list(self.pending)
@@ -137,5 +137,5 @@ class TimeLimit:
             text = self.late(time.monotonic())
             if text is not None:
                 lines = "".join(f"{rank}{line}\n" for line in text.splitlines())
-                # In one piece, among what other ranks print.
+                # One write, so that ranks' lines do not interleave.
                 print(lines, end="", file=sys.stderr, flush=True)

@@ -11,12 +11,12 @@ class LayerStatistics:
     """Statistics of the exchanges of one MoE layer on this rank.
 
     Attributes:
-        layer_number: the layer's number in the model, from 1; None where it was given none.
+        layer_number: the layer's number in the model, from 1; None if it has none.
         choice: of the last micro-batch; None before the first.
-        inter_bytes: payload that left this rank for other nodes.
-        intra_bytes: payload that left it for other ranks on its node.
-        busiest_over_mean: rows that the busiest rank of the exchange received over the mean, in the
-            last but one exchange; None where it is not known.
+        inter_bytes: payload sent by this rank to other nodes.
+        intra_bytes: payload sent by it to other ranks on its node.
+        busiest_over_mean: rows received by the busiest rank of the exchange over the mean, in the
+            last but one exchange; None if not known.
     """
 
     layer_number: int | None
@@ -27,7 +27,7 @@ class LayerStatistics:
 
 
 def layer_statistics() -> list[LayerStatistics]:
-    """Of every MoE layer of this process that has our dispatcher, in the order of the model."""
+    """Statistics of this process's MoE layers that use our dispatcher, in model order."""
     statistics = []
     for layer in layers():
         dispatcher = layer.token_dispatcher

@@ -4,13 +4,13 @@
     parts[b, p]     = tokens of block b with an expert in part p, for two kinds of nested parts
     most experts    = of any token
 
-The first launch counts runs of tokens that lie in one block each, the second adds up those of each
-block. A tile is [tokens, outer parts, inner parts, experts of an inner part].
+The first launch counts runs of tokens, each inside one block, the second sums the runs of a block.
+A tile is [tokens, outer parts, inner parts, experts of an inner part].
 
-Bytes: the map is read once; a run of tokens takes 8 for each of its counts, written and read.
-Grid: [runs], then [B, counts / COLUMNS].
+Bytes: the map is read once; each count of a run takes 8, written and read.
+Grid: [R], then [B, C / COLUMNS].
 
-Notation: T = tokens, E = experts, B = token blocks, O and I = outer parts, and inner ones of each.
+Notation: T = tokens, E = experts, B = token blocks, R = runs, C = counts of each.
 """
 
 import math
@@ -25,35 +25,35 @@ from monta_megatron.exchange.kernels.tiles import Launch, blocks_of, kernel
 
 # Values of a tile: 4 for each thread.
 TILE = 512
-# A run has at least so many tokens, so that its counts are few beside them, and there are at most
-# about so many runs, if tokens are many.
+# Fewest tokens of a run, so that its counts are small next to the map, and about the most runs if
+# there are many tokens.
 RUN, MOST_RUNS = 128, 256
 COLUMNS = 256
 RUNS = tl.constexpr(8)
 
 
 def count_routing(
-    routing_map: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
+    routing_map_TE: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
 ) -> dict[str, torch.Tensor]:
-    """Count by token block; see `copies.count_routing`, whose arguments these are."""
-    num_tokens, num_experts = routing_map.shape
+    """Count by token block; arguments and result as of `copies.count_routing`."""
+    num_tokens, num_experts = routing_map_TE.shape
     inner = max(part_sizes.values(), default=1)
     outer = min(part_sizes.values(), default=1)
     size = block_size(num_tokens, num_blocks)
     count, add, tokens = _launches(
-        routing_map.device, num_experts, outer, inner, routing_map.stride(0)
+        routing_map_TE.device, num_experts, outer, inner, routing_map_TE.stride(0)
     )
     tiles = blocks_of(max(RUN, blocks_of(num_tokens, MOST_RUNS)), tokens)
     runs_per_block = blocks_of(size, tiles * tokens)
     num_counts = num_experts + outer + inner + 1
 
-    runs = routing_map.new_empty(num_blocks * runs_per_block, num_counts, dtype=torch.int32)
-    counts = routing_map.new_empty(num_blocks * (num_counts - 1) + 1, dtype=torch.int32)
+    runs_RC = routing_map_TE.new_empty(num_blocks * runs_per_block, num_counts, dtype=torch.int32)
+    counts = routing_map_TE.new_empty(num_blocks * (num_counts - 1) + 1, dtype=torch.int32)
     experts, by_outer, by_inner, most = counts.split(
         [num_blocks * num_experts, num_blocks * outer, num_blocks * inner, 1]
     )
-    count(len(runs), routing_map, runs, num_tokens, size, runs_per_block, tiles)
-    add(num_blocks, runs, counts, num_blocks, runs_per_block)
+    count(len(runs_RC), routing_map_TE, runs_RC, num_tokens, size, runs_per_block, tiles)
+    add(num_blocks, runs_RC, counts, num_blocks, runs_per_block)
     by_size = {outer: by_outer, inner: by_inner}
     result = {"experts": experts.view(num_blocks, -1)}
     if with_most:
@@ -67,7 +67,7 @@ def count_routing(
 def _launches(
     device: torch.device, num_experts: int, outer: int, inner: int, stride: int
 ) -> tuple[Launch, Launch, int]:
-    """Both launches for maps with this stride on this device, and the tokens of a tile."""
+    """Both launches for maps of this stride and device, and the tokens of a tile."""
     in_outer, size = inner // outer, num_experts // inner
     shape = [triton.next_power_of_2(n) for n in (outer, in_outer, size)]
     tokens = max(1, TILE // math.prod(shape))
@@ -152,7 +152,7 @@ def _add_runs(
     for run in range(block * runs_per_block, (block + 1) * runs_per_block):
         at = run * (num_sums + 1).to(tl.int64) + column
         total += tl.load(runs + at, column < num_sums, other=0)
-    # Counts lie by kind, and by block then.
+    # Counts are ordered by kind, then by block.
     first = tl.where(column < num_experts, 0, num_experts)
     width = tl.where(column < num_experts, num_experts, outer)
     first = tl.where(column < num_experts + outer, first, num_experts + outer)

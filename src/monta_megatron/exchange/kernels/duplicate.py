@@ -1,9 +1,9 @@
-"""Copy rows with their lists, straight into a packed message.
+"""Copy rows with their lists directly into a packed message.
 
     into.rows[m], into.probs[m], into.ids[m] = rows[row[m]], probs[row[m]], ids[row[m]]
 
-Bytes: what a copy consists of, read once and written once; 8 to know what is copied.
-Grid: [M / rows of a tile, row / units of a tile]; the programs of the first units do the lists.
+Bytes: each copy is read once and written once; 8 for its index.
+Grid: [M / rows of a tile, row / units of a tile]; programs of the first units copy the lists.
 
 Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
 """
@@ -13,8 +13,8 @@ import triton.language as tl
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
+    COPIED,
     LIST,
-    MOVED,
     Launch,
     Launches,
     blocks_of,
@@ -30,37 +30,37 @@ from monta_megatron.exchange.kernels.to_experts import to_experts
 def duplicate(
     columns: Columns, copies: Copies, into: Columns, launches: Launches | None = None
 ) -> None:
-    """Copy each row for every part that it goes to: [N, H] -> [M, H], with its lists.
+    """Copy each row, with its lists, once per destination part: [N, H] -> [M, H].
 
-    Where both are messages of one layout, the whole messages may be passed as rows.
+    If both are messages of one layout, whole messages may be given as rows.
 
     Args:
-        columns: rows [N, H]; probabilities and ids [N, W], where they travel.
-        copies: what is copied.
-        into: rows [M, H]; [M, W] lists, or [M] probabilities if every copy is for one expert. A
-            column that it lacks is not copied.
-        launches: kept for the next columns of the same shapes.
+        columns: rows [N, H]; probabilities and ids [N, W] or None.
+        copies: the copies.
+        into: rows [M, H]; [M, W] lists, or [M] probabilities if each copy is for one expert. A
+            column that is None is not copied.
+        launches: cache for columns of the same shapes.
     """
     launches = {} if launches is None else launches
     if into.probs is not None and into.probs.dim() == 1:
         to_experts(columns, copies, into, launches=launches)
         return
-    rows = columns.rows
-    probs = None if into.probs is None else columns.probs
-    ids = None if into.ids is None else columns.ids
+    rows_NH = columns.rows
+    probs_NW = None if into.probs is None else columns.probs
+    ids_NW = None if into.ids is None else columns.ids
     if "duplicate" not in launches:
-        unit = values_per_unit(rows, into.rows)
-        num_units = rows.shape[1] // unit
-        tile = tile_for(num_units, MOVED)
+        unit = values_per_unit(rows_NH, into.rows)
+        num_units = rows_NH.shape[1] // unit
+        tile = tile_for(num_units, COPIED)
         launches["duplicate"] = Launch(
             _duplicate,
             tile.rows,
             blocks_of(num_units, tile.units),
             num_units,
-            0 if probs is None else probs.shape[1],
-            rows.stride(0) // unit,
-            stride_of(probs),
-            stride_of(ids),
+            0 if probs_NW is None else probs_NW.shape[1],
+            rows_NH.stride(0) // unit,
+            stride_of(probs_NW),
+            stride_of(ids_NW),
             into.rows.stride(0) // unit,
             stride_of(into.probs),
             stride_of(into.ids),
@@ -71,9 +71,9 @@ def duplicate(
     num_copies = copies.row.shape[0]
     launches["duplicate"](
         num_copies,
-        rows,
-        probs,
-        ids,
+        rows_NH,
+        probs_NW,
+        ids_NW,
         copies.row,
         into.rows,
         into.probs,

@@ -1,8 +1,8 @@
-"""The experts of each token and their probabilities, as compact lists, and the way back.
+"""Experts of each token and their probabilities as compact lists, and the gradient.
 
     position of expert e = routed experts of the token before e
-    ids[t, position]     = e, and the number of experts behind the last one
-    lists[t, position]   = probs[t, e], and 0 behind the last one
+    ids[t, position]     = e, padded with E
+    lists[t, position]   = probs[t, e], padded with 0
     gradient of probs[t, e] = gradient of lists[t, position], 0 where e is not routed
 
 Bytes: the map is read once, each list and each routed probability read and written once.
@@ -26,58 +26,58 @@ MOST_TOKENS, TILE = 32, 1024
 
 
 def expert_ids_of(
-    routing_map: torch.Tensor, probs: torch.Tensor, max_experts_per_token: int
+    routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, max_experts_per_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts in ascending order, and their probabilities; differentiable.
 
     Args:
-        routing_map: [T, E] bool.
-        probs: [T, E].
+        routing_map_TE: bool.
+        probs_TE: probabilities of the experts.
         max_experts_per_token: W, on any rank.
 
     Returns:
         Probabilities [T, W], padded with 0, and experts [T, W] int32, padded with E.
     """
-    return _ExpertIds.apply(routing_map, probs, max_experts_per_token)
+    return _ExpertIds.apply(routing_map_TE, probs_TE, max_experts_per_token)
 
 
 class _ExpertIds(torch.autograd.Function):
-    """Keeps the map until backward, which is there anyway."""
+    """Saves for backward only the map, which is kept alive anyway."""
 
     @staticmethod
     def forward(
-        ctx: Any, routing_map: torch.Tensor, probs: torch.Tensor, width: int
+        ctx: Any, routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_tokens, num_experts = routing_map.shape
-        lists = probs.new_empty(num_tokens, width)
-        ids = torch.empty(num_tokens, width, dtype=torch.int32, device=probs.device)
-        ctx.save_for_backward(routing_map)
-        ctx.mark_non_differentiable(ids)
-        strides = routing_map.stride(0), probs.stride(0)
-        launch = _launch(_list, probs.device, probs.dtype, num_experts, width, *strides)
-        launch(num_tokens, routing_map, probs, lists, ids, num_tokens)
-        return lists, ids
+        num_tokens, num_experts = routing_map_TE.shape
+        lists_TW = probs_TE.new_empty(num_tokens, width)
+        ids_TW = torch.empty(num_tokens, width, dtype=torch.int32, device=probs_TE.device)
+        ctx.save_for_backward(routing_map_TE)
+        ctx.mark_non_differentiable(ids_TW)
+        strides = routing_map_TE.stride(0), probs_TE.stride(0)
+        launch = _launch(_list, probs_TE.device, probs_TE.dtype, num_experts, width, *strides)
+        launch(num_tokens, routing_map_TE, probs_TE, lists_TW, ids_TW, num_tokens)
+        return lists_TW, ids_TW
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, gradient: torch.Tensor, _: torch.Tensor
+        ctx: Any, gradient_TW: torch.Tensor, _: torch.Tensor
     ) -> tuple[None, torch.Tensor, None]:
-        (routing_map,) = ctx.saved_tensors
-        num_tokens, num_experts = routing_map.shape
-        gradient = gradient.contiguous()
-        into = gradient.new_empty(num_tokens, num_experts)
-        shared = num_experts, gradient.shape[1], routing_map.stride(0)
-        launch = _launch(_unlist, into.device, into.dtype, *shared)
-        launch(num_tokens, routing_map, gradient, into, num_tokens)
-        return None, into, None
+        (routing_map_TE,) = ctx.saved_tensors
+        num_tokens, num_experts = routing_map_TE.shape
+        gradient_TW = gradient_TW.contiguous()
+        into_TE = gradient_TW.new_empty(num_tokens, num_experts)
+        shared = num_experts, gradient_TW.shape[1], routing_map_TE.stride(0)
+        launch = _launch(_unlist, into_TE.device, into_TE.dtype, *shared)
+        launch(num_tokens, routing_map_TE, gradient_TW, into_TE, num_tokens)
+        return None, into_TE, None
 
 
 @cache
 def _launch(
     function: Any, device: torch.device, dtype: torch.dtype, num_experts: int, *shared: int
 ) -> Launch:
-    """The launch for these numbers, and for values of this dtype on this device."""
+    """The launch for these sizes, dtype and device."""
     all_experts = triton.next_power_of_2(num_experts)
     tokens = max(1, min(MOST_TOKENS, TILE // all_experts))
     return Launch(function, tokens, 1, num_experts, *shared, tokens, all_experts)

@@ -1,4 +1,4 @@
-"""Find the copies that rows need, by part and then by row, in two launches.
+"""Derive the copies of rows, ordered by part and then by row, in two launches.
 
 Part of an expert: (id - first) / size. A row has one copy for each part in which it has an expert,
 and the experts of a part follow each other in its list.
@@ -8,11 +8,11 @@ and the experts of a part follow each other in its list.
                      of this block                                                   (second)
     row_starts[n] = copies of all parts in earlier blocks, and of earlier rows of this block
 
-Blocks are consecutive rows, one program each, which goes over them in tiles: matrices [rows, parts]
-of what lies where, so that every copy has its place without an atomic.
+Blocks are consecutive rows, one program each, processed in tiles: matrices [rows, parts] of first
+places, so that each copy gets its number without an atomic.
 
-Bytes: ids are read in both launches; 16 or 24 for a copy and 8 for a row are written once. Every
-program of the second launch reads all counts: 4 B^2 P, with at most `MOST_BLOCKS` blocks.
+Bytes: ids are read in both launches; 16 or 24 per copy and 8 per row are written once. Each program
+of the second launch reads all counts: 4 B^2 P, with at most `MOST_BLOCKS` blocks.
 Grid: [B] in both launches.
 
 Notation: N = rows, W = most experts of any row, M = copies, P = parts, B = blocks.
@@ -32,17 +32,17 @@ MOST_ROWS, TILE = 128, 512
 
 
 def find_copies(
-    ids: torch.Tensor, parts: ExpertRange, copies: Copies, launches: Launches | None = None
+    ids_NW: torch.Tensor, parts: ExpertRange, copies: Copies, launches: Launches | None = None
 ) -> None:
-    """Find the copies that rows with these experts need; see `copies.find_copies`.
+    """Derive the copies of rows from their experts; see `copies.find_copies`.
 
     Args:
-        ids: [N, W] int32, ascending experts of each row, padded with a number beyond the last one.
-        parts: the ranges of experts to copy for.
-        copies: what was found is written there; its sizes are known from the counts.
-        launches: kept for the next ids of the same width and stride.
+        ids_NW: int32, ascending experts of each row, padded with a number beyond the last one.
+        parts: expert ranges of the parts.
+        copies: receives the result; its sizes are known from the counts.
+        launches: cache for ids of the same width and stride.
     """
-    num_rows, width = ids.shape
+    num_rows, width = ids_NW.shape
     if num_rows == 0:
         copies.row_starts.zero_()
         return
@@ -51,7 +51,7 @@ def find_copies(
     if of_parts not in launches:
         all_parts = triton.next_power_of_2(parts.num_parts)
         rows = max(1, min(MOST_ROWS, TILE // all_parts))
-        shared = width, ids.stride(0), *of_parts, rows, all_parts
+        shared = width, ids_NW.stride(0), *of_parts, rows, all_parts
         launches["count", of_parts] = Launch(_count_parts, 1, 1, *shared)
         launches[of_parts] = Launch(_find_copies, 1, 1, *shared)
     count, find = launches["count", of_parts], launches[of_parts]
@@ -59,12 +59,12 @@ def find_copies(
     num_tiles = blocks_of(num_rows, rows)
     tiles_per_block = blocks_of(num_tiles, MOST_BLOCKS)
     num_blocks = blocks_of(num_tiles, tiles_per_block)
-    counts = torch.empty(num_blocks, parts.num_parts, dtype=torch.int32, device=ids.device)
-    count(num_blocks, ids, counts, num_rows, tiles_per_block)
+    counts_BP = torch.empty(num_blocks, parts.num_parts, dtype=torch.int32, device=ids_NW.device)
+    count(num_blocks, ids_NW, counts_BP, num_rows, tiles_per_block)
     find(
         num_blocks,
-        ids,
-        counts,
+        ids_NW,
+        counts_BP,
         copies.row,
         copies.by_row,
         copies.row_starts,
@@ -148,7 +148,7 @@ def _find_copies(
         start = next_by_row + tl.cumsum(copies_of_row, 0) - copies_of_row
         position = start[:, None] + tl.cumsum(is_copy, 1) - is_copy
 
-        # Step 3: write them, and never beyond the copies that the host counted.
+        # Step 3: write them, at most as many as the host counted.
         present = (first_place < width) & (copy < num_copies) & (position < num_copies)
         row_of_each = tl.broadcast_to(row.to(tl.int64)[:, None], [ROWS, PARTS])
         tl.store(row_of_copy + copy, row_of_each, present)
@@ -175,7 +175,7 @@ def _first_places(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> tl.tensor:
-    """[ROWS, PARTS] where in its list a row's first expert of a part stands; `width` for none."""
+    """[ROWS, PARTS] position of a row's first expert of a part in its list; `width` for none."""
     first_place = tl.zeros([ROWS, PARTS], tl.int32) + width
     for place in range(width):
         expert = tl.load(ids + row.to(tl.int64) * stride + place, row < num_rows, other=0) - first

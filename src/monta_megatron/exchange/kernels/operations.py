@@ -1,9 +1,10 @@
 """Operations of the executor as Triton kernels, mostly one launch each.
 
 Operations without a kernel are those of `operations`: collectives, and "pack" and "put" of permuted
-tokens, which move every row once already, one launch for each column.
+tokens, which already copy each row once, in one launch per column.
 
-Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size.
+Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size, R = a part of the
+rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from monta_megatron.exchange.operations import OPERATIONS, Works, first_unrounde
 
 
 def find(buffers: Buffers, operation: Operation) -> None:
-    """Find the copies of rows, from their expert ids; two launches."""
+    """Derive the copies of rows from their expert ids; two launches."""
     columns, _ = buffers.source(operation)
     parts = buffers.exchange.bound.stages[operation.position].parts
     assert columns.ids is not None and parts is not None, f"{operation.stage} has nothing to find"
@@ -27,7 +28,7 @@ def find(buffers: Buffers, operation: Operation) -> None:
 
 
 def duplicate(buffers: Buffers, operation: Operation) -> None:
-    """Copy each row for every part that it goes to: [N, H] -> [M, H], with its list."""
+    """Copy each row, with its list, once per destination part: [N, H] -> [M, H]."""
     read, written = operation.reads[0], operation.writes[0]
     if buffers.formats[read].packed and buffers.formats[read] == buffers.formats[written]:
         # Messages of the same format are copied with all of their columns at once.
@@ -38,26 +39,26 @@ def duplicate(buffers: Buffers, operation: Operation) -> None:
 
 
 def to_experts(buffers: Buffers, operation: Operation) -> None:
-    """Copy each row for every expert that it goes to, to its place in expert order."""
-    (columns, _), (into, places) = buffers.source(operation), buffers.target(operation)
+    """Copy each row once per expert, into expert order."""
+    (columns, _), (into, places_M) = buffers.source(operation), buffers.target(operation)
     copies = buffers.copies(operation)
-    experts.to_experts(columns, copies, into, places, buffers.launches(operation))
+    experts.to_experts(columns, copies, into, places_M, buffers.launches(operation))
 
 
 def reduce(buffers: Buffers, operation: Operation) -> None:
-    """Sum each row's copies: [M, H] -> [N, H], rounded once; its probabilities likewise."""
-    (columns, index), (into, _) = buffers.source(operation), buffers.target(operation)
-    unrounded, first = None, 0
+    """Sum each row's copies and their probabilities, rounded once: [M, H] -> [N, H]."""
+    (columns, index_M), (into, _) = buffers.source(operation), buffers.target(operation)
+    unrounded_RH, first = None, 0
     if operation.group is not None:
         # Rows on the wire are rounded; this rank's part of the next sum is not.
-        unrounded = buffers.columns(operation.writes[1]).rows
+        unrounded_RH = buffers.columns(operation.writes[1]).rows
         first = first_unrounded(buffers, operation)
     copies, launches = buffers.copies(operation), buffers.launches(operation)
-    sums.reduce(columns, copies, into, buffers.sum_dtype, index, unrounded, first, launches)
+    sums.reduce(columns, copies, into, buffers.sum_dtype, index_M, unrounded_RH, first, launches)
 
 
 def sum_parts(buffers: Buffers, operation: Operation) -> None:
-    """Sum the parts of each row that came from all ranks: [P * N, H] -> [N, H], rounded once."""
+    """Sum each row's parts from all ranks, rounded once: [P * N, H] -> [N, H]."""
     (columns, _), (into, _) = buffers.source(operation), buffers.target(operation)
     reduce_parts.reduce_parts(
         columns,

@@ -1,16 +1,17 @@
-"""Add up the copies of each row in the order of their parts, one after the other.
+"""Sum the copies of each row sequentially, in the order of their parts.
 
     copies of n      = by_row[row_starts[n]], ..., by_row[row_starts[n + 1] - 1]
     into.rows[n]     = round(+0.0 + rows[first copy] + ... + rows[last copy])
-    unrounded[n]     = that sum before it was rounded, for a range of rows
-    into.probs[n]    = the sum of the copies' lists likewise
-    into.probs[n, w] = or the one of the copy at place w, where copies have one each; 0 without it
+    unrounded[n]     = the sum before rounding, for a range of rows
+    into.probs[n]    = sum of the copies' lists, likewise
+    into.probs[n, w] = or, if copies have one each, that of the copy at place w; 0 without one
 
-Bytes: every copy is read once and every row written once; 8 to know where a copy lies, or 16, for
-each block of its units.
-Grid: [N, row / units of a tile]; the programs of the first units do the lists.
+Bytes: each copy is read once and each row written once; 8 or 16 for a copy's index per block of its
+units.
+Grid: [N, row / units of a tile]; programs of the first units sum the lists.
 
-Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
+Notation: N = rows, M = copies, H = hidden size, W = most experts of any row,
+R = a part of the rows.
 """
 
 import torch
@@ -37,28 +38,28 @@ def reduce(
     copies: Copies,
     into: Columns,
     dtype: torch.dtype,
-    index: torch.Tensor | None = None,
-    unrounded: torch.Tensor | None = None,
+    index_M: torch.Tensor | None = None,
+    unrounded_RH: torch.Tensor | None = None,
     first_unrounded: int = 0,
     launches: Launches | None = None,
 ) -> None:
-    """Add up each row's copies: [M, H] -> [N, H], rounded once; its lists likewise.
+    """Sum each row's copies and their lists, rounded once: [M, H] -> [N, H].
 
     Args:
-        columns: rows [M, H], or more, of which `index` names the copies; probabilities likewise,
-            [M, W] lists, or [M] if every copy is for one expert.
-        copies: what was copied.
+        columns: rows [M, H], or more, of which `index_M` names the copies; probabilities likewise,
+            [M, W] lists, or [M] if each copy is for one expert.
+        copies: the copies.
         into: rows [N, H]; probabilities [N, W] or none.
         dtype: dtype of the sums.
-        index: [M] the row of `columns` in which each copy lies; None if they lie in order.
-        unrounded: [any number, H] sums that are kept as they are, in `dtype`, besides.
-        first_unrounded: the row whose sum comes first there.
-        launches: kept for the next columns of the same shapes.
+        index_M: row of each copy in `columns`; None if they are in order.
+        unrounded_RH: receives the sums of some rows before rounding, in `dtype`.
+        first_unrounded: the first of these rows.
+        launches: cache for columns of the same shapes.
     """
     launches = {} if launches is None else launches
     rows, probs = columns.rows, None if into.probs is None else columns.probs
     if "reduce" not in launches:
-        unit = values_per_unit(rows, into.rows, unrounded)
+        unit = values_per_unit(rows, into.rows, unrounded_RH)
         num_units = rows.shape[1] // unit
         units = tile_for(num_units, SUMMED).units
         launches["reduce"] = Launch(
@@ -71,7 +72,7 @@ def reduce(
             stride_of(probs),
             into.rows.stride(0) // unit,
             stride_of(into.probs),
-            stride_of(unrounded) // unit,
+            stride_of(unrounded_RH) // unit,
             sum_type(dtype),
             sum_type(rows.dtype if columns.probs is None else columns.probs.dtype),
             unit,
@@ -81,15 +82,15 @@ def reduce(
         into.rows.shape[0],
         rows,
         probs,
-        index,
+        index_M,
         copies.by_row,
         copies.row_starts,
         copies.place if probs is not None and probs.dim() == 1 else None,
         into.rows,
         into.probs,
-        unrounded,
+        unrounded_RH,
         first_unrounded,
-        first_unrounded + (0 if unrounded is None else unrounded.shape[0]),
+        first_unrounded + (0 if unrounded_RH is None else unrounded_RH.shape[0]),
     )
 
 
@@ -140,7 +141,7 @@ def _reduce(
             shares = tl.zeros([LIST], PROB_SUM)
             for position in range(start, end):
                 copy = tl.load(by_row + position)
-                # The one share of a copy lies at the place of its expert.
+                # A copy's only share belongs at the place of its expert.
                 share_of = slot
                 is_share = slot < width
                 if place is not None:

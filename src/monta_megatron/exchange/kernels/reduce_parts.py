@@ -1,13 +1,12 @@
-"""Add up the parts of each row that came from all ranks of a group, in the order of the ranks.
+"""Sum each row's parts from all ranks of a group, in the order of the ranks.
 
     into.rows[n] = round(+0.0 + rows[n] + rows[N + n] + ... + rows[(P - 1) N + n])
 
-The parts of `parts_per_sum` adjacent ranks are added first, from +0.0 each time, and then those
-sums. This rank's own part is the one that was not rounded for the way, where there is one.
-Probabilities are added likewise.
+Parts of `parts_per_sum` adjacent ranks are summed first, from +0.0 each time, then those sums. This
+rank's own part is the unrounded one, if given. Probabilities are summed likewise.
 
-Bytes: every part is read once and every row written once.
-Grid: [N, row / units of a tile]; the programs of the first units do the probabilities.
+Bytes: each part is read once and each row written once.
+Grid: [N, row / units of a tile]; programs of the first units sum the probabilities.
 
 Notation: N = rows, P = parts of each, H = hidden size, W = most experts of any row.
 """
@@ -27,7 +26,7 @@ from monta_megatron.exchange.kernels.tiles import (
     values_per_unit,
 )
 
-# Of a tile: one for each thread, which keeps two sums of it.
+# Units of a tile: one per thread, which keeps two sums of it.
 UNITS = 128
 
 
@@ -36,7 +35,7 @@ def reduce_parts(
     into: Columns,
     dtype: torch.dtype,
     parts_per_sum: int,
-    unrounded: torch.Tensor | None = None,
+    unrounded_NH: torch.Tensor | None = None,
     rank: int = 0,
     launches: Launches | None = None,
 ) -> None:
@@ -47,9 +46,9 @@ def reduce_parts(
         into: rows [N, H]; probabilities [N] or [N, W], if `columns` has them.
         dtype: dtype of the rows' sums; those of probabilities are in fp32, or fp64 if they are.
         parts_per_sum: see `chains.stage_operations.parts_per_sum`.
-        unrounded: [N, H] this rank's part before it was rounded, in `dtype`; None if it was not.
+        unrounded_NH: this rank's part before rounding, in `dtype`; None if it was not rounded.
         rank: the position of that part.
-        launches: kept for the next columns of the same shapes.
+        launches: cache for columns of the same shapes.
     """
     launches = {} if launches is None else launches
     rows, probs = columns.rows, columns.probs
@@ -57,7 +56,7 @@ def reduce_parts(
     if num_rows == 0:
         return
     if rank not in launches:
-        unit = values_per_unit(rows, into.rows, unrounded)
+        unit = values_per_unit(rows, into.rows, unrounded_NH)
         num_units = rows.shape[1] // unit
         launches[rank] = Launch(
             _reduce_parts,
@@ -72,13 +71,13 @@ def reduce_parts(
             stride_of(probs),
             into.rows.stride(0) // unit,
             stride_of(into.probs),
-            stride_of(unrounded) // unit,
+            stride_of(unrounded_NH) // unit,
             sum_type(dtype),
             sum_type(rows.dtype if probs is None else probs.dtype),
             unit,
             UNITS,
         )
-    launches[rank](num_rows, rows, probs, into.rows, into.probs, unrounded, num_rows)
+    launches[rank](num_rows, rows, probs, into.rows, into.probs, unrounded_NH, num_rows)
 
 
 @kernel("rows", "into_rows", "unrounded")

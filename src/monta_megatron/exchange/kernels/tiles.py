@@ -1,8 +1,8 @@
-"""Tiles of kernels over rows: 16 bytes at a time, in a shape that follows from a row's size.
+"""Tiles of kernels over rows: 16 bytes at a time, in a shape chosen by the size of a row.
 
-A unit is what a thread reads or writes at once: 16 bytes of the narrowest values, where every row
-begins at a multiple of that, else one value. Sizes and strides of rows are passed in units, so that
-the compiler knows of that multiple without a variant for each size.
+A thread reads or writes one unit at once: 16 bytes of the narrowest values, if every row begins at
+a multiple of that, else one value. Sizes and strides of rows are given in units, so the compiler
+can rely on the alignment without a variant for each size.
 """
 
 import inspect
@@ -16,37 +16,36 @@ import triton.language as tl
 
 UNIT_BYTES = 16
 WARPS = 4
-# Earlier releases launch a variant with other arguments than its kernel.
+# Before Triton 3.4 a variant takes other arguments than its kernel.
 LAUNCHES_VARIANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
-# Values of an expert list that are worked on at a time.
+# Values of an expert list processed at a time.
 LIST = tl.constexpr(16)
 
 
 class Tile(NamedTuple):
-    """Rows and units that one program of `WARPS` warps works on at a time.
+    """Rows and units that one program of `WARPS` warps processes at a time.
 
     Attributes:
-        rows: how many of them.
-        units: of each of these rows.
+        rows: number of rows.
+        units: units of each row.
     """
 
     rows: int
     units: int
 
 
-# The first one that is as wide as a row is taken, or the last. Moved: 4 units for each thread.
-MOVED = (Tile(8, 64), Tile(4, 128), Tile(2, 256), Tile(1, 512))
-# Added up: one row and 2 units for each thread, as a unit takes up to 8 registers in fp32.
+# The first tile as wide as a row is used, or the last. To copy: 4 units per thread.
+COPIED = (Tile(8, 64), Tile(4, 128), Tile(2, 256), Tile(1, 512))
+# To sum: one row and 2 units per thread, as a unit takes up to 8 registers in fp32.
 SUMMED = (Tile(1, 128), Tile(1, 256))
 
 
 def kernel(*rows: str) -> Callable[[Callable[..., None]], Any]:
-    """`triton.jit`, with few variants: each takes seconds to compile.
+    """`triton.jit` with few variants, each of which takes seconds to compile.
 
     Args:
-        rows: parameters that point to rows; whether those begin at a multiple of 16 bytes makes a
-            variant. Where other tensors begin makes none, nor do the values of `tl.int32`, which
-            change from micro-batch to micro-batch.
+        rows: parameters that point to rows. Only their 16-byte alignment creates variants, not that
+            of other tensors, nor values of `tl.int32`, which change with each micro-batch.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
@@ -65,17 +64,16 @@ def kernel(*rows: str) -> Callable[[Callable[..., None]], Any]:
 
 
 class Launch:
-    """Launches a kernel again and again for other rows. No product is fused into a sum.
+    """Repeated launch of a kernel for different rows, without fused multiply-add.
 
-    Triton binds the arguments of the first launch and looks its variant up, which takes the host
-    ten times as long as the rest. Those that follow have tensors of the same dtypes, alignment and
-    strides.
+    The first launch binds arguments and looks up the variant, which takes the host ten times as
+    long as the rest. Later launches must have tensors of the same dtypes, alignment and strides.
 
     Args:
-        kernel: what is launched.
-        num_rows: rows that a program works on.
-        num_blocks: programs for each of these, as the second axis of the grid.
-        shared: the last arguments, which are the same in every launch.
+        kernel: the kernel.
+        num_rows: rows of a program.
+        num_blocks: programs per row, the second axis of the grid.
+        shared: the last arguments, the same in every launch.
     """
 
     def __init__(self, kernel: Any, num_rows: int, num_blocks: int, *shared: Any) -> None:
@@ -85,7 +83,7 @@ class Launch:
         self._variant: Any = None
 
     def __call__(self, num_rows: int, *args: Any) -> None:
-        """Launch for so many rows, with the first arguments; nothing where there are none."""
+        """Launch for `num_rows` rows, with the first arguments; no-op for 0 rows."""
         grid = -(-num_rows // self._num_rows), self._num_blocks, 1
         if 0 in grid:
             return
@@ -93,22 +91,22 @@ class Launch:
             self._variant[grid](*args, *self.shared)
             return
         variant = self.kernel[grid](*args, *self.shared, num_warps=WARPS, enable_fp_fusion=False)
-        # The interpreter returns none.
+        # The interpreter returns no variant.
         if LAUNCHES_VARIANTS:
             self._variant = variant
 
 
-# Of one operation; by what its kernels are told besides the columns.
+# Launches of one operation, by the arguments of its kernels other than columns.
 Launches: TypeAlias = dict[Hashable, Launch]
 
 
 def blocks_of(number: int, size: int) -> int:
-    """Number of blocks of a size. Triton's own function takes a microsecond."""
+    """Number of blocks of `size`. Triton's own `cdiv` takes a microsecond."""
     return -(-number // size)
 
 
 def values_per_unit(*rows: torch.Tensor | None) -> int:
-    """Values in a unit of these rows, all [any number, H]; the first are no `None`."""
+    """Values in a unit of these rows, each [any number, H]; the first is not None."""
     assert rows[0] is not None, "there are rows"
     least, sizes = UNIT_BYTES, rows[0].shape[1]
     for tensor in rows:
@@ -122,12 +120,12 @@ def values_per_unit(*rows: torch.Tensor | None) -> int:
 
 @cache
 def tile_for(units: int, tiles: tuple[Tile, ...]) -> Tile:
-    """The tile for rows of so many units."""
+    """Tile for rows of `units` units."""
     return next((tile for tile in tiles if units <= tile.units), tiles[-1])
 
 
 def sum_type(dtype: torch.dtype) -> Any:
-    """The type in which values are added: fp32, or fp64 if theirs is."""
+    """Type of sums: fp32, or fp64 for fp64 values."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
@@ -166,7 +164,7 @@ def build_problem() -> str:
     try:
         number = torch.zeros(1, dtype=torch.int32, device="cuda")
         _write_one[(1,)](number)
-        # A failure on the device is known once it has run.
+        # Errors on the device surface at the synchronization.
         number.item()
     except Exception as error:  # noqa: BLE001 - compilers, drivers and subprocesses raise anything
         (line, *_) = str(error).strip().splitlines() or [""]

@@ -1,11 +1,11 @@
-"""Copy rows for each expert straight to their places in the order of the experts.
+"""Copy rows for each expert directly into expert order.
 
     into.rows[places[m]]  = rows[row[m]]
     into.probs[places[m]] = probs[row[m], place[m]]
 
-Bytes: what a copy consists of, read once and written once; 24 to know where it lies. Copied first
-and put into order then, it would be read and written twice.
-Grid: [M / rows of a tile, row / units of a tile]; the programs of the first units do the
+Bytes: each copy is read once and written once, instead of twice if copied and then ordered; 24 for
+its indices.
+Grid: [M / rows of a tile, row / units of a tile]; programs of the first units copy the
 probabilities.
 
 Notation: N = rows, M = copies, H = hidden size, W = most experts of any row, R = rows of experts.
@@ -17,7 +17,7 @@ import triton.language as tl
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
-    MOVED,
+    COPIED,
     Launch,
     Launches,
     blocks_of,
@@ -33,31 +33,31 @@ def to_experts(
     columns: Columns,
     copies: Copies,
     into: Columns,
-    places: torch.Tensor | None = None,
+    places_M: torch.Tensor | None = None,
     launches: Launches | None = None,
 ) -> None:
-    """Copy each row for every expert that it goes to, and put it where that expert takes it.
+    """Copy each row once per expert, into expert order.
 
     Args:
         columns: rows [N, H], and probabilities [N, W] if `into` has them.
-        copies: what is copied, each for one expert.
+        copies: the copies, each for one expert.
         into: rows [R, H]; probabilities [R] or none.
-        places: [M] where each copy belongs in `into`; None if they lie there in their order.
-        launches: kept for the next columns of the same shapes.
+        places_M: row of each copy in `into`; None if they are in order.
+        launches: cache for columns of the same shapes.
     """
     launches = {} if launches is None else launches
-    rows, probs = columns.rows, None if into.probs is None else columns.probs
+    rows_NH, probs_NW = columns.rows, None if into.probs is None else columns.probs
     if "to experts" not in launches:
-        unit = values_per_unit(rows, into.rows)
-        num_units = rows.shape[1] // unit
-        tile = tile_for(num_units, MOVED)
+        unit = values_per_unit(rows_NH, into.rows)
+        num_units = rows_NH.shape[1] // unit
+        tile = tile_for(num_units, COPIED)
         launches["to experts"] = Launch(
             _to_experts,
             tile.rows,
             blocks_of(num_units, tile.units),
             num_units,
-            rows.stride(0) // unit,
-            stride_of(probs),
+            rows_NH.stride(0) // unit,
+            stride_of(probs_NW),
             into.rows.stride(0) // unit,
             stride_of(into.probs),
             unit,
@@ -67,11 +67,11 @@ def to_experts(
     num_copies = copies.row.shape[0]
     launches["to experts"](
         num_copies,
-        rows,
-        probs,
+        rows_NH,
+        probs_NW,
         copies.row,
         copies.place,
-        places,
+        places_M,
         into.rows,
         into.probs,
         num_copies,
