@@ -58,13 +58,12 @@ def note_choices() -> None:
 
 def choose_by_layer() -> None:
     """Let every other layer choose as if it had another shape."""
-    agreed_planner, numbers = layer_setup.agreed_planner, count()
+    agreed_config, numbers = layer_setup.agreed_config, count()
 
-    def of_its_own(*args: Any) -> Any:
-        planner, rule = agreed_planner(*args)
-        return planner, rule | {"shape": next(numbers) % 2}
+    def of_its_own(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return agreed_config(*args, **kwargs) | {"shape": next(numbers) % 2}
 
-    layer_setup.agreed_planner = of_its_own
+    layer_setup.agreed_config = of_its_own
 
 
 def freeze(model: list[torch.nn.Module], kind: str | None) -> list[torch.nn.Module]:
