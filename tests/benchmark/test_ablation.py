@@ -1,7 +1,6 @@
 """The paper's ablation, `benchmarks/ablation.py`."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ from monta_megatron.tools.bench.settings import Settings, parse_settings
 from monta_megatron.tools.bench.traffic import Traffic
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("monta_megatron.tools.bench.point")
-    yield ranks
-    ranks.close()
 
 
 def test_the_ablation(ranks: ForkedRanks, tmp_path: Path) -> None:

@@ -2,10 +2,9 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from forked_ranks import ForkedRanks
@@ -15,42 +14,17 @@ from monta_megatron.chains import CHAINS
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 SMALL = "--experts 8 --top-k 3 --hidden 32 --tokens 40 --repeats 2 --warmup 1 --ranks-per-node 2"
 ROW_FIELDS = {
-    "requested": str,
-    "dispatcher": str,
-    "chain": str,
-    "num_chunks": int,
-    "scope": str,
-    "phase": str,
-    "tokens": int,
-    "top_k": int,
-    "routing": str,
-    "tp": int,
-    "ep": int,
-    "etp": int,
-    "inter_mbit": type(None),
-    "median_ms": float,
-    "p10_ms": float,
-    "p90_ms": float,
-    "inter_bytes": int,
-    "intra_bytes": int,
-    "nic_bytes": type(None),
-    "pct_of_limit": type(None),
-    "ratio_to_alltoall": float,
+    **dict.fromkeys(("requested", "dispatcher", "chain", "scope", "phase", "routing"), str),
+    **dict.fromkeys(("num_chunks", "tokens", "top_k", "inter_bytes", "intra_bytes"), int),
+    **dict.fromkeys(("tp", "ep", "etp"), int),
+    **dict.fromkeys(("inter_mbit", "nic_bytes", "pct_of_limit"), type(None)),
+    **dict.fromkeys(("median_ms", "p10_ms", "p90_ms", "ratio_to_alltoall"), float),
     "predicted_ms": (float, type(None)),
     "chosen": bool,
 }
 
 
 MONTA_BENCH = ("-m", "monta_megatron.cli", "bench")
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedRanks]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache}):
-        ranks = ForkedRanks("monta_megatron.tools.bench.point")
-    yield ranks
-    ranks.close()
 
 
 def bench(

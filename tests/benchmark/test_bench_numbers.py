@@ -106,10 +106,6 @@ def test_interval_of_a_ratio_keeps_repeats_together() -> None:
     assert ratio_interval(np.array([4.0]), np.array([2.0])) == (2.0, 2.0)
 
 
-def test_nodes_of_the_experts() -> None:
-    assert traffic.expert_nodes(FLAT).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-
-
 BASE = {"experts": "8", "top_k": "2", "hidden": "16", "tokens": "4"}
 
 

@@ -209,14 +209,6 @@ def test_results_hold_a_point_of_the_same_settings_and_cluster(tmp_path: Path) -
     assert not results.holds(replace(settings, tokens=5), emulated)
 
 
-def command_of(*arguments: str) -> list[str]:
-    """4 ranks that stand for 2 nodes."""
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-        *(SCRIPT, "--ranks-per-node", "2", *arguments),
-    ]
-
-
 @pytest.mark.timeout(2 * LIMIT_S + 60)
 def test_killed_sweep_goes_on(tmp_path: Path) -> None:
     """Three points, two layouts: killed behind the first, then finished."""
@@ -225,10 +217,13 @@ def test_killed_sweep_goes_on(tmp_path: Path) -> None:
     headline = HEADLINE.replace("num-chunks", f"{flags}, {chains}, num-chunks")
     out = tmp_path / "out.jsonl"
     cluster = str(CONFIGS / "clusters" / "emulated_2x4_500mbit.yaml")
-    command = command_of(
+    # 4 ranks that stand for 2 nodes.
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
+        *(SCRIPT, "--ranks-per-node", "2"),
         *("--sweep", sweep_file(tmp_path, "[{}, {tp: 2}, {tokens: 8}]", headline)),
         *("--out", str(out), "--cluster", cluster, "--inter-rate-ratio", "0.5", "--json"),
-    )
+    ]
     environ = {**os.environ, "MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"}
 
     # Step 1: kill it behind the first point.

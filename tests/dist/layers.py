@@ -73,6 +73,12 @@ class Case:
         return self.etp <= 2 and chain is not None and chain.rows == "permuted tokens"
 
 
+def case_of_chain(chain: str, etp: int, **options: Any) -> Case:
+    """2 nodes of 2 ranks; with expert tensor parallelism where the chain can have it."""
+    named = {"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2, **options}
+    return Case(tp=2, ep=2 if etp == 2 else 4, etp=etp, options=named)
+
+
 # Megatron's process groups by layout. They are kept, not made anew: every Gloo group has threads
 # of its own, which nothing ends before the process does.
 _parallel_states: dict[tuple[Any, ...] | None, dict[str, Any]] = {}
@@ -504,18 +510,6 @@ def compare_batch_invariant(case: Case, num_chunks: int) -> None:
             assert_equal(output, expected, f"batch-invariant sums, {dtype}")
             for mine, theirs in zip(gradients, others, strict=True):
                 assert_close(mine, theirs, case.exact_sums, "gradient")
-
-
-def refusal_in_batch_invariant_mode(case: Case) -> str:
-    """What a layer in this mode says as it is built; empty if it says nothing."""
-    with batch_invariant_mode():
-        return refusal_of([in_batch_invariant_mode(case)] * case.ep * case.etp, [{}] * 8)
-
-
-def rows_to_choose_from_in_batch_invariant_mode(case: Case) -> set[str]:
-    """As `rows_to_choose_from`."""
-    with batch_invariant_mode():
-        return rows_to_choose_from(in_batch_invariant_mode(case), False)
 
 
 def calibrate_in_batch_invariant_mode() -> None:

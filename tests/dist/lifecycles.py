@@ -18,7 +18,14 @@ import layers
 import torch
 import torch.distributed as dist
 from equal import assert_equal
-from layers import Case, assert_same_results, build_layer, forward_backward, initialize
+from layers import (
+    Case,
+    assert_same_results,
+    build_layer,
+    error_of,
+    forward_backward,
+    initialize,
+)
 from reloadable import reloadable_groups
 
 import monta_megatron
@@ -129,11 +136,7 @@ def another_layout(first: Case, second: Case) -> str:
             if group not in others and is_open(group):
                 dist.destroy_process_group(group)
         compare_all(second, after)
-        try:
-            forward_backward(first, before["ours"])
-        except ValueError as error:
-            return str(error)
-    return ""
+        return error_of(forward_backward, first, before["ours"])
 
 
 def abandon(case: Case, layer: Any) -> None:
@@ -282,11 +285,7 @@ def restarted(case: Case, port: int) -> str:
     for _ in range(3):
         compare_all(case, made)
         step_of(made["ours"])
-    try:
-        forward_backward(case, layer)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return error_of(forward_backward, case, layer)
 
 
 def moved(case: Case, placements: list[str]) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ from layers import (
     assert_same_results,
     build_layer,
     compare,
+    error_of,
     force,
     forced_routing,
     forward_backward,
@@ -380,8 +381,4 @@ def refusal_of_sharded_weights(case: Case) -> str:
     layer = build_layer(case, "monta", moe_monta_num_chunks=2)
     for parameter in layer.experts.parameters():
         parameter.__fsdp_param__ = True
-    try:
-        forward_backward(case, layer)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return error_of(forward_backward, case, layer)

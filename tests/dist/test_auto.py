@@ -21,7 +21,6 @@ from layers import (
 from pool import Pools
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.planner.choose import half_octave
 from monta_megatron.planner.cluster import Cluster
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/emulated_2x4_500mbit.yaml"
@@ -141,12 +140,6 @@ def test_auto_takes_permuted_tokens_where_cuda_graphs_capture(pools: Pools) -> N
     for captures, rows in ((False, {"permuted tokens", "tokens"}), (True, {"permuted tokens"})):
         found = pools[4].run(rows_to_choose_from, Case(options=AUTO), captures)
         assert found == [rows] * 4
-
-
-def test_buckets_are_half_octaves() -> None:
-    assert [half_octave(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 9, 13, 100, 4096, 4097)] == [
-        *(1, 1, 2, 3, 4, 6, 6, 8, 12, 16, 128, 4096, 6144)
-    ]
 
 
 def test_a_choice_that_was_made_costs_nothing(pools: Pools) -> None:

@@ -1,13 +1,10 @@
 """The exchange alone, every chain: equal to the reference, transposed, rounded as seldom as said,
 sending the bytes that were said, with the same bits on every run.
-
-The table of errors is printed with `-s`, so that it can be quoted.
 """
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import reference
@@ -68,16 +65,6 @@ def name_of(value: object) -> str:
     if isinstance(value, tuple):
         return "ep{}-etp{}-node{}".format(*value)
     return str(value)
-
-
-def test_every_chain_has_shapes_on_one_node_and_on_several() -> None:
-    for chain in CHAINS:
-        nodes = {
-            case_of(name, shape).layout(0).num_nodes
-            for name, shape in CHAIN_AND_SHAPE
-            if name == chain
-        }
-        assert 1 in nodes and max(nodes) > 1, chain
 
 
 # In fp64 our sums, which have another order than the reference's, agree to fp64 rounding: the bound
@@ -167,19 +154,6 @@ class Rms:
         )
 
 
-@pytest.fixture(scope="module")
-def table() -> Iterator[list[str]]:
-    """Rows that are printed once the last of them is there."""
-    rows: list[str] = []
-    yield rows
-    print(
-        f"\n{'chain':24}{'layout':18}{'dtype':10}{'chunks':>6}{'one rounding':>14}{'stock':>11}"
-        f"{'combine':>11}{'dispatch backward':>19}{'bound':>15}",
-        *rows,
-        sep="\n",
-    )
-
-
 def numerics_case(
     chain: str,
     shape: tuple[int, int, int],
@@ -218,7 +192,6 @@ ROUNDED = [("bfloat16", "float32"), ("float32", "float32"), ("float32", "float64
 )
 def test_rounding(
     pools: Pools,
-    table: list[str],
     chain: str,
     shape: tuple[int, int, int],
     dtype: str,
@@ -233,11 +206,6 @@ def test_rounding(
             bound = MARGIN * math.sqrt(1 + HOPS[chain]) * rms.one_rounding
         else:
             bound = 1.5 * rms.stock
-        table.append(
-            f"{chain:24}{name_of(shape):18}{dtype:10}{num_chunks:6}{rms.one_rounding:14.3e}"
-            f"{rms.stock:11.3e}{rms.combine:11.3e}{rms.dispatch_backward:19.3e}"
-            + ("   stock's bits" if HOPS[chain] == 0 else f"{bound:15.3e}")
-        )
         if HOPS[chain] == 0:
             # Stock's own sum, pair by pair.
             assert rms.equal, f"{case}: not stock's bits"

@@ -1,7 +1,6 @@
 """Experts inside the pipeline (--moe-monta-overlap-experts), against stock's layer."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +8,12 @@ import pytest
 import torch
 from layers import (
     Case,
+    case_of_chain,
     compare_batch_invariant,
     compare_steps,
     compare_width,
     compare_without_gradient,
     knows_batch_invariant_sums,
-    refusal_of,
     replay_cuda_graph_attributes,
 )
 from overlap import (
@@ -32,32 +31,16 @@ from overlap import (
 )
 from pool import Pools
 
-from monta_megatron.integration.experts import (
-    UNSUPPORTED_WITH_OVERLAP,
-    check_experts,
-)
+from monta_megatron.integration.experts import UNSUPPORTED_WITH_OVERLAP, check_experts
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.supported_settings import check_supported
 
-# Every chain whose rows are tokens, on 2 nodes of 2 ranks.
+# Every chain whose rows are tokens.
 CASES = [
-    Case(
-        tp=2,
-        ep=2 if etp == 2 else 4,
-        etp=etp,
-        num_local_experts=2,
-        options={
-            "moe_monta_chain": chain,
-            "moe_monta_ranks_per_node": 2,
-            "moe_monta_overlap_experts": True,
-        },
-    )
-    for chain, etp in (
-        ("allgather", 2),
-        ("alltoall_dedup", 1),
-        ("hierarchical_allgather", 2),
-        ("hierarchical_alltoall", 1),
-    )
+    case_of_chain("allgather", 2, moe_monta_overlap_experts=True),
+    case_of_chain("alltoall_dedup", 1, moe_monta_overlap_experts=True),
+    case_of_chain("hierarchical_allgather", 2, moe_monta_overlap_experts=True),
+    case_of_chain("hierarchical_alltoall", 1, moe_monta_overlap_experts=True),
 ]
 AUTO = Case(
     ep=4,
@@ -71,7 +54,6 @@ AUTO = Case(
     },
 )
 CHUNKS = [1, 3]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.options["moe_monta_chain"])
@@ -116,11 +98,9 @@ def test_capacity_factor(pools: Pools, case: Case) -> None:
 
 
 def test_pad_to_capacity(pools: Pools) -> None:
-    """Chains of tokens are refused; auto takes one of permuted tokens, and splits nothing."""
+    """Auto takes a chain of permuted tokens, and splits nothing."""
     config = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
-    named, auto = (replace(one, routing="router", config=config) for one in (CASES[1], AUTO))
-    for refused in pools[4].run(refusal_of, [named] * 4, [{}] * 4):
-        assert refused.startswith("moe_monta_chain: alltoall_dedup cannot run here: its rows are t")
+    auto = replace(AUTO, routing="router", config=config)
     assert pools[4].run(compare_chosen, auto, [[24] * 4]) == [[1]] * 4
 
 

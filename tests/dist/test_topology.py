@@ -93,12 +93,6 @@ def test_names_of_nodes_on_some_ranks_only(
         assert "MONTA_NODE: set on rank " in refusal
 
 
-def test_ranks_tell_each_other_their_nodes(pools: Pools) -> None:
-    # Each rank knows its own node alone, as torchrun and srun tell it.
-    chain = {"moe_monta_chain": "hierarchical_allgather"}
-    assert found_nodes(pools, "aabb", **chain) == (0, 0, 1, 1)
-
-
 def test_a_cluster_file_and_the_hosts(pools: Pools) -> None:
     found = uncalibrated_cluster(ranks_per_node=2)
     cluster = {"moe_monta_cluster": found}

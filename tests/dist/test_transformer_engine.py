@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,13 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(miss
 WORLD_SIZES = [1, 2] if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else [1]
 
 
+IN_PIPELINE = {"moe_monta_chain": "alltoall_dedup", "moe_monta_overlap_experts": True}
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_te_spec_equals_stock(world_size: int) -> None:
+@pytest.mark.parametrize(("options", "chunks"), [({}, [1, 3]), (IN_PIPELINE, [2, 3])])
+def test_te_spec_equals_stock(world_size: int, options: dict[str, Any], chunks: list[int]) -> None:
+    """Experts in one call, and in the pipeline."""
     pool = Pool(world_size, backend="nccl")
     case = Case(
         ep=world_size,
@@ -34,25 +40,9 @@ def test_te_spec_equals_stock(world_size: int) -> None:
         dtype="bfloat16",
         routing="router",
         config={"moe_grouped_gemm": True, "moe_permute_fusion": True},
+        options=options,
     )
     try:
-        pool.run(compare, case, [1, 3])
-    finally:
-        pool.close()
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_experts_in_the_pipeline(world_size: int) -> None:
-    pool = Pool(world_size, backend="nccl")
-    case = Case(
-        ep=world_size,
-        num_local_experts=4,
-        dtype="bfloat16",
-        routing="router",
-        config={"moe_grouped_gemm": True, "moe_permute_fusion": True},
-        options={"moe_monta_chain": "alltoall_dedup", "moe_monta_overlap_experts": True},
-    )
-    try:
-        pool.run(compare, case, [2, 3])
+        pool.run(compare, case, chunks)
     finally:
         pool.close()

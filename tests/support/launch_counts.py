@@ -38,7 +38,6 @@ from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 HIDDEN = 32
 # Before and behind the passes: the exchange of counts, what makes columns of a routing map.
 ROWS = ("counts", "enter", "dispatch", "combine", "leave", "combine_backward", "dispatch_backward")
-FIELDS = ("tensor_operations", "kernel_launches", "collectives", "stream_switches", "waits")
 LISTED = (
     "integration.counts.copy_to_host",
     "integration.counts.read",

@@ -80,11 +80,6 @@ def metadata_of(text: str) -> Message:
     return Parser().parsestr(text)
 
 
-def metadata_of_wheel(wheel: Path) -> Message:
-    (name,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".dist-info/METADATA"))
-    return metadata_of(zipfile.ZipFile(wheel).read(name).decode())
-
-
 @pytest.mark.timeout(300)
 def test_the_sdist_holds_the_repository(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
@@ -143,7 +138,8 @@ def test_an_empty_environment_plans(wheel: Path, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_no_link_of_the_metadata_is_relative(wheel: Path) -> None:
-    metadata = metadata_of_wheel(wheel)
+    (name,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".dist-info/METADATA"))
+    metadata = metadata_of(zipfile.ZipFile(wheel).read(name).decode())
     description = str(metadata.get_payload())
     assert "# monta-megatron" in description
     assert [target for target in LINK.findall(description) if "://" not in target] == []

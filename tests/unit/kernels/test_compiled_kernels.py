@@ -20,10 +20,8 @@ from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
-from monta_megatron.exchange.kernels.tiles import WARPS
 from monta_megatron.exchange.kernels.to_experts import to_experts
 
-THREADS = 32 * WARPS
 MOST_REGISTERS = 128
 NUM_ROWS, NUM_COPIES, TOPK = 64, 100, 8
 

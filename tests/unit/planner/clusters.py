@@ -1,9 +1,14 @@
 """Clusters and shapes that the tests of this folder share."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from monta_megatron.chains.program import Resource
+from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
 from monta_megatron.core import Layout, Routing, Shape
@@ -20,6 +25,13 @@ LAUNCH = HostCosts(
     kind="measured",
     source="by hand",
 )
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """What a command prints with --json."""
+    assert main([*words, "--json"]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
 
 
 def link(resource: Resource, alpha_us: float, gbytes_per_s: float) -> Link:

@@ -1,25 +1,12 @@
 """What is priced is what runs: kernels of a plan, and the range of its times."""
 
-import json
-
 import pytest
-from clusters import preset, shape_of
+from clusters import document, preset, shape_of
 
 from monta_megatron.cli import main
 from monta_megatron.planner.plan import plan
 
-FLAGS = [
-    "--model",
-    "qwen3_235b_a22b",
-    "--world-size",
-    "128",
-    "--tp",
-    "2",
-    "--ep",
-    "16",
-    "--pp",
-    "4",
-]
+FLAGS = ["--world-size", "128", "--tp", "2", "--ep", "16", "--pp", "4"]
 
 
 @pytest.mark.parametrize(
@@ -45,16 +32,15 @@ def test_fused_kernels_are_refused_on_cpu_ranks(capsys: pytest.CaptureFixture[st
 
 def test_times_are_ranges_where_figures_are_published(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--model", "qwen3_235b_a22b", "--cluster", "h100_8x_ndr", *FLAGS]
-    assert main([*command, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    low, high = document["range_us"]
-    assert low < document["predicted_us"] < high
-    low, high = document["benefit"]["ratio_range"]
-    assert low <= document["benefit"]["ratio"] <= high
-    best = {entry["chain"]: entry for entry in reversed(document["candidates"])}
+    planned = document(capsys, *command)
+    low, high = planned["range_us"]
+    assert low < planned["predicted_us"] < high
+    low, high = planned["benefit"]["ratio_range"]
+    assert low <= planned["benefit"]["ratio"] <= high
+    best = {entry["chain"]: entry for entry in reversed(planned["candidates"])}
     for entry in best.values():
         assert entry["range_us"][0] <= entry["predicted_us"] <= entry["range_us"][1]
     assert main(command) == 0
     shown = capsys.readouterr().out
-    assert f": {document['predicted_us']:,.0f} (" in shown
+    assert f": {planned['predicted_us']:,.0f} (" in shown
     assert max(map(len, shown.splitlines())) <= 80

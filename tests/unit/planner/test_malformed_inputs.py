@@ -189,11 +189,3 @@ def test_a_bad_file(
     status = run(tmp_path, flags, **{file: data})
     assert time.process_time() - begin_s < 1
     assert_one_line(capsys, status, [str(tmp_path), *words])
-
-
-def test_no_layout_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {name: tmp_path / f"{name}.yaml" for name in ("model", "cluster")}
-    for name, path in files.items():
-        path.write_text(yaml.safe_dump(DATA[name]))
-    status = main(["plan", "--model", str(files["model"]), "--cluster", str(files["cluster"])])
-    assert_one_line(capsys, status, ["no (tp, ep, etp) fits model on", "GB"])

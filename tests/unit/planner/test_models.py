@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from monta_megatron.common import presets, strict_yaml
 from monta_megatron.planner.layout import iteration_of, stages_of_layers
-from monta_megatron.planner.models.files import OTHER_KEYS, load_arguments
 from monta_megatron.planner.models.model import Model, model_of, with_batch
 
 # H = 8, 2 heads, 4 experts of FFN size 16, gated.
@@ -29,16 +27,6 @@ SMALL: dict[str, Any] = {
 def model(**changes: Any) -> Model:
     given = {**SMALL, **{name.replace("_", "-"): value for name, value in changes.items()}}
     return model_of({k: v for k, v in given.items() if v != "left out"}, "small", "a.yaml")
-
-
-def test_every_preset_is_megatrons_arguments() -> None:
-    names = [path.stem for path in (presets.FOLDER / "models").glob("*.yaml")]
-    assert names
-    for name in names:
-        data = strict_yaml.read(presets.find("models", name))
-        assert "source" in data
-        assert not [key for key in data if "_" in key and key not in OTHER_KEYS]
-        assert load_arguments(name)[0].keys() == data.keys() - set(OTHER_KEYS)
 
 
 @pytest.mark.parametrize(

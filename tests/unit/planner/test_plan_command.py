@@ -1,46 +1,20 @@
 """`monta plan`: what scripts read, what people read, and the preset files."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import CONFIGS, layout_of, preset
+from clusters import CONFIGS, document, layout_of, preset
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.cli import main
-from monta_megatron.common import strict_yaml
 from monta_megatron.core import Shape
-from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, shape_of_model
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.tools.plan.layout_ranking import rank_layouts
 
 MIXTRAL = ["--model", str(CONFIGS / "models" / "mixtral_8x7b.yaml")]
 A800 = ["--cluster", str(CONFIGS / "clusters" / "a800_2x8_ib200.yaml")]
-
-
-def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *MIXTRAL, *A800, *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_json_has_the_fields_that_scripts_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
-    document = json.loads(output(capsys, "--json", "--ep", "8", "--etp", "2"))
-    for field in ("chain", "num_chunks", "predicted_us", "reason", "candidates", "layouts"):
-        assert field in document
-    assert document["layouts"] is None
-    assert {entry["chain"] for entry in document["candidates"]} == set(CHAINS)
-    fields = {"chain", "num_chunks", "predicted_us", "inter_bytes", "intra_bytes", "peak_bytes"}
-    for entry in document["candidates"]:
-        assert fields | {"rejected"} <= entry.keys()
-    (chosen,) = (entry for entry in document["candidates"] if entry["rejected"] is None)
-    assert (chosen["chain"], chosen["num_chunks"], chosen["predicted_us"]) == (
-        document["chain"],
-        document["num_chunks"],
-        document["predicted_us"],
-    )
 
 
 QWEN = [
@@ -51,19 +25,17 @@ QWEN = [
 
 
 def test_the_benefit_is_in_the_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *QWEN, "--json"]) == 0
-    benefit = json.loads(capsys.readouterr().out)["benefit"]
+    benefit = document(capsys, "plan", *QWEN)["benefit"]
     # 94 layers in 4 stages: one has 24 of them.
     assert (benefit["moe_layers"], benefit["micro_batches"]) == (24, None)
     assert benefit["saved_s_per_iteration"] is None and benefit["ratio"] > 1.3
     # 512 sequences of 16 data parallel ranks are 32 micro-batches of 1.
-    assert main(["plan", *QWEN, "--json", "--global-batch-size", "512"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    benefit = document["benefit"]
+    planned = document(capsys, "plan", *QWEN, "--global-batch-size", "512")
+    benefit = planned["benefit"]
     assert benefit["micro_batches"] == 32
     assert benefit["saved_s_per_iteration"] == pytest.approx(benefit["saved_us"] * 24 * 32 / 1e6)
-    by_chain = {entry["chain"]: entry["predicted_us"] for entry in document["candidates"]}
-    assert benefit["saved_us"] == pytest.approx(by_chain["alltoall"] - document["predicted_us"])
+    by_chain = {entry["chain"]: entry["predicted_us"] for entry in planned["candidates"]}
+    assert benefit["saved_us"] == pytest.approx(by_chain["alltoall"] - planned["predicted_us"])
     assert benefit["percent"] == pytest.approx(100 * (1 - 1 / benefit["ratio"]))
 
 
@@ -80,14 +52,9 @@ def test_a_batch_has_to_be_shared_evenly(capsys: pytest.CaptureFixture[str]) -> 
 def test_why_not_this_chain(capsys: pytest.CaptureFixture[str]) -> None:
     """Asking does not change the choice, nor do 16 chunks, which are no candidate."""
 
-    def plan(*flags: str) -> dict[str, Any]:
-        assert main(["plan", *QWEN, "--json", *flags]) == 0
-        document: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return document
-
-    plain = plan()
+    plain = document(capsys, "plan", *QWEN)
     for flags, chunks in (([], 2), (["--num-chunks", "4"], 4), (["--num-chunks", "16"], 16)):
-        shown = plan("--chain", "HIERARCHICAL-alltoall", *flags)
+        shown = document(capsys, "plan", *QWEN, "--chain", "HIERARCHICAL-alltoall", *flags)
         asked = shown.pop("asked")
         assert shown == plain
         assert (asked["chain"], asked["num_chunks"]) == ("hierarchical_alltoall", chunks)
@@ -96,20 +63,19 @@ def test_why_not_this_chain(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_without_a_layout_has_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    document = json.loads(output(capsys, "--json"))
-    layouts = document["layouts"]
+    planned = document(capsys, "plan", *MIXTRAL, *A800)
+    layouts = planned["layouts"]
     costs = [entry["us_per_1k_tokens"] for entry in layouts]
     assert costs == sorted(costs) and len(costs) > 10
     best = layouts[0]
-    assert (best["chain"], best["ep"]) == (document["chain"], document["key"]["ep"])
+    assert (best["chain"], best["ep"]) == (planned["chain"], planned["key"]["ep"])
     # EP 8 inside a node before EP 8 across both.
     assert (best["ep"], best["etp"]) == (8, 1)
 
 
 def test_the_ranking_follows_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     def layouts(*flags: str) -> list[dict[str, Any]]:
-        layouts: list[dict[str, Any]] = json.loads(output(capsys, "--json", *flags))["layouts"]
-        return layouts
+        return list(document(capsys, "plan", *MIXTRAL, *A800, *flags)["layouts"])
 
     assert {layout["tokens_per_rank"] for layout in layouts("--tokens", "64")} == {64}
     costs = {"uniform": 0.0, "skewed": 0.0}
@@ -121,27 +87,9 @@ def test_the_ranking_follows_the_flags(capsys: pytest.CaptureFixture[str]) -> No
 def test_layout_file_under_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "layout.yaml"
     path.write_text("world_size: 16\ntp: 2\nep: 2\netp: 2\n")
-    document = json.loads(output(capsys, "--json", "--layout", str(path), "--ep", "4"))
-    assert (document["key"]["ep"], document["key"]["etp"]) == (4, 2)
-    assert document["key"]["tokens_per_rank"] == 2048
-
-
-@pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.yaml")), ids=lambda p: p.stem)
-def test_model_presets(path: Path) -> None:
-    model = load_model(path)
-    # The experts are most of the model, and not more than all of it.
-    share = model.num_expert_parameters / (model.num_parameters or 1)
-    assert 0.85 < share < 1.0 or model.name == "quickstart"
-
-
-@pytest.mark.parametrize(
-    "path", sorted((CONFIGS / "clusters").glob("*.yaml")), ids=lambda p: p.stem
-)
-def test_cluster_presets(path: Path) -> None:
-    cluster = strict_yaml.load(Cluster, path)
-    assert cluster.time_us("copy", "memory", 1e6).us < cluster.time_us("copy", "memory", 1e9).us
-    inter = cluster.time_us("alltoall", "inter", 1e8, 16, 8).us
-    assert inter > cluster.time_us("alltoall", "intra", 1e8, 8, 8).us
+    words = ["--layout", str(path), "--ep", "4"]
+    key = document(capsys, "plan", *MIXTRAL, *A800, *words)["key"]
+    assert (key["ep"], key["etp"], key["tokens_per_rank"]) == (4, 2, 2048)
 
 
 def test_a_layout_costs_what_its_slowest_exchange_costs() -> None:

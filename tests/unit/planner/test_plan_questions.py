@@ -3,9 +3,9 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from clusters import document
 
 from monta_megatron.cli import main
 from monta_megatron.common import presets
@@ -14,12 +14,6 @@ from monta_megatron.tools.launch.prepare import checked, prepare
 
 PLAN = ["plan", "--model", "qwen3_30b_a3b", "--cluster", "a100_hdr"]
 LAYOUT = ["--world-size", "32", "--ep", "16"]
-
-
-def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main([*words, "--json"]) == 0
-    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return printed
 
 
 @pytest.mark.parametrize(

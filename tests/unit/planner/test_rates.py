@@ -1,13 +1,11 @@
 """Rates: written with their unit, shown in every plan, and never more between nodes than inside."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clusters import CONFIGS, link, preset, shape_of
+from clusters import CONFIGS, document, link, preset, shape_of
 
-from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, Link
@@ -87,8 +85,7 @@ def test_100_gigabits_are_an_eighth_of_100_gigabytes(tmp_path: Path) -> None:
 def test_every_plan_shows_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--model", "olmoe_1b_7b", "--cluster", "h100_8x_ndr", "--world-size", "8"]
     for flags in (["--ep", "8"], []):
-        assert main([*command, *flags, "--json"]) == 0
-        rates = json.loads(capsys.readouterr().out)["rates"]
+        rates = document(capsys, *command, *flags)["rates"]
         assert [(each["resource"], each["rate"]) for each in rates] == [
             ("inter", "47 GB/s"),
             ("intra", "335 GB/s"),

@@ -53,12 +53,6 @@ def test_group_limited_routing_by_counting(
     assert routing.hits(num_parts) == pytest.approx(shares)
 
 
-def test_group_limits_bound_the_distinct_nodes() -> None:
-    routing = UniformRouting(num_experts=256, topk=8, num_groups=8, group_topk=4)
-    assert routing.hits(8).sum() < 4
-    assert UniformRouting(num_experts=256, topk=8).hits(8).sum() == pytest.approx(5.29, abs=0.005)
-
-
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("rank", [0, 3])
 def test_expected_counts_are_the_mean_of_counts(chain: str, rank: int) -> None:

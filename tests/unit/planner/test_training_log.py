@@ -1,12 +1,12 @@
 """`monta plan --log`: logs of every kind are read, and the share of the exchange is said."""
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import document
 from training_logs import QWEN3_30B, TRAINING, arguments_block, iteration_lines, training_log
 
 from monta_megatron.cli import main
@@ -28,9 +28,7 @@ def read(folder: Path, text: str) -> TrainingLog:
 
 
 def plan(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["plan", "--log", str(path), *CLUSTER, "--json", *words]) == 0
-    document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return document
+    return document(capsys, "plan", "--log", str(path), *CLUSTER, *words)
 
 
 def test_the_plan_of_a_log_is_that_of_its_model(
@@ -39,8 +37,7 @@ def test_the_plan_of_a_log_is_that_of_its_model(
     path = write(tmp_path, training_log(ON_16, 9000.0))
     of_log = plan(path, capsys)
     words = ["plan", "--model", "qwen3_30b_a3b", *CLUSTER, "--world-size", "16", "--ep", "16"]
-    assert main([*words, "--global-batch-size", "256", "--json"]) == 0
-    of_preset = json.loads(capsys.readouterr().out)
+    of_preset = document(capsys, *words, "--global-batch-size", "256")
     for name in ("chain", "num_chunks", "predicted_us", "stock_us"):
         assert of_log[name] == of_preset[name]
     assert of_log["memory"]["state_bytes"] == of_preset["memory"]["state_bytes"]
@@ -57,9 +54,8 @@ def test_an_iteration_that_was_measured_says_the_same(
 ) -> None:
     of_log = plan(write(tmp_path, training_log(ON_16, 9000.0)), capsys)
     words = ["plan", "--model", "qwen3_30b_a3b", *CLUSTER, "--world-size", "16", "--ep", "16"]
-    given = ["--global-batch-size", "256", "--iteration-ms", "9000", "--json"]
-    assert main([*words, *given]) == 0
-    of_flag = json.loads(capsys.readouterr().out)
+    given = ["--global-batch-size", "256", "--iteration-ms", "9000"]
+    of_flag = document(capsys, *words, *given)
     for name in ("iteration_ms", "exchange_share", "saved_share"):
         assert of_flag[name] == of_log[name]
 
@@ -68,11 +64,11 @@ def test_what_a_run_with_monta_saves_is_a_part_of_the_iteration_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours = {**ON_16, "moe_token_dispatcher_type": "monta"}
-    document = plan(write(tmp_path, training_log(ours, 9000.0)), capsys)
-    saved_ms = (document["stock_us"] - document["predicted_us"]) * 48 * 16 / 1e3
-    assert document["saved_share"] == pytest.approx(saved_ms / (9000 + saved_ms))
-    assert document["exchange_share"] == pytest.approx(
-        document["predicted_us"] * 48 * 16 / 1e3 / 9000
+    planned = plan(write(tmp_path, training_log(ours, 9000.0)), capsys)
+    saved_ms = (planned["stock_us"] - planned["predicted_us"]) * 48 * 16 / 1e3
+    assert planned["saved_share"] == pytest.approx(saved_ms / (9000 + saved_ms))
+    assert planned["exchange_share"] == pytest.approx(
+        planned["predicted_us"] * 48 * 16 / 1e3 / 9000
     )
 
 
@@ -135,32 +131,6 @@ def test_a_configuration_as_yaml(tmp_path: Path) -> None:
     assert (log.world_size, log.sizes) == (plain.world_size, plain.sizes)
     # Without the first one, in which everything starts.
     assert log.iteration_ms == 4.0
-
-
-SUMMARY = """\
-[optimizer] Non-default values (vs Mcore OptimizerConfig):
-  bf16: False  (Mcore default: True)
-[model] Non-default values (vs Mcore TransformerConfig):
-  bf16: True  (Mcore default: False)
-  expert_model_parallel_size: 16  (Mcore default: 1)
-  gated_linear_unit: True  (Mcore default: False)
-  hidden_size: 64  (Mcore default: 0)
-  moe_ffn_hidden_size: 32  (Mcore default: None)
-  moe_layer_freq: [0, 1, 1]  (Mcore default: 1)
-  moe_token_dispatcher_type: 'flex'  (Mcore default: 'allgather')
-  num_attention_heads: 4  (Mcore default: 0)
-  num_layers: 3  (Mcore default: 0)
-  num_layers_in_first_pipeline_stage: 2  (Mcore default: None)
-  num_moe_experts: 32  (Mcore default: None)
-  seq_length: 128  (Mcore default: 0)
-  share_embeddings_and_output_weights: False  (Mcore default: True)
-  vocab_size: 100  (Mcore default: 0)
-[train]:
-  global_batch_size: 64
-  micro_batch_size: 1
-[validation]:
-  micro_batch_size: 4
-"""
 
 
 # As Megatron Bridge prints them: its whole configuration, and what differs from defaults.

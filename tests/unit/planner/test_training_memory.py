@@ -1,12 +1,11 @@
 """What a training holds on a rank, by hand, and what is said of a layout that does not fit."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from clusters import CONFIGS, preset
+from clusters import CONFIGS, document, preset
 
 from monta_megatron.cli import main
 from monta_megatron.planner.layout import ParallelLayout
@@ -63,8 +62,7 @@ def test_a_named_layout_that_does_not_fit_is_planned_and_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The state of 235 billion parameters on 16 ranks."""
-    assert main([*COMMAND, "--world-size", "16", "--ep", "16", "--json"]) == 0
-    memory = json.loads(capsys.readouterr().out)["memory"]
+    memory = document(capsys, *COMMAND, "--world-size", "16", "--ep", "16")["memory"]
     assert not memory["fits"] and memory["needed_bytes"] > 309e9 > memory["available_bytes"]
     parts = ("state_bytes", "activation_bytes", "exchange_bytes")
     assert memory["needed_bytes"] == sum(memory[part] for part in parts)
@@ -74,8 +72,7 @@ def test_no_layout_that_does_not_fit_is_ranked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = [*COMMAND, "--world-size", "128", "--pp", "4"]
-    assert main([*words, "--json"]) == 0
-    ranked = json.loads(capsys.readouterr().out)["layouts"]
+    ranked = document(capsys, *words)["layouts"]
     assert ranked and max(layout["needed_bytes"] for layout in ranked) <= 0.9 * 80e9
     data = yaml.safe_load((CONFIGS / "clusters" / "h100_8x_ndr.yaml").read_text())
     path = tmp_path / "small.yaml"
