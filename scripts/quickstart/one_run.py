@@ -13,7 +13,7 @@ from report import ShowProgress, progress
 from trainings import NODES, RANKS_PER_NODE
 
 from monta_megatron.common.ranks import cause_of
-from monta_megatron.tools.launch.log import TrainingLog, read_log
+from monta_megatron.tools.launch.log import RunLog, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "runs" / "quickstart"
@@ -42,7 +42,7 @@ class Run:
     losses: list[float]
     dispatch: dict[str, Any]
     routing: list[str]
-    log: TrainingLog
+    log: RunLog
     seconds: float
 
 

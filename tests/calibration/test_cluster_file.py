@@ -17,7 +17,7 @@ from monta_megatron.calibration.fitting import (
 )
 from monta_megatron.calibration.points import (
     NUM_SIZES,
-    Shape,
+    NodeShape,
     all_points,
     choose_pairs,
     series_of_cluster,
@@ -36,7 +36,7 @@ from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.schedule import Work, simulate
 from monta_megatron.tools.calibrate.record import Record, alone
 
-SHAPE = Shape(num_nodes=2, ranks_per_node=4)
+SHAPE = NodeShape(num_nodes=2, ranks_per_node=4)
 MACHINE = Machine(
     name="by hand",
     num_nodes=2,

@@ -13,7 +13,7 @@ from monta_megatron.tools.compare.comparison import (
     largest_difference,
 )
 from monta_megatron.tools.launch.arguments import from_words
-from monta_megatron.tools.launch.log import TrainingLog, read_log
+from monta_megatron.tools.launch.log import RunLog, read_log
 from monta_megatron.tools.launch.run_config import RunConfig
 
 FILE = str(Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml")
@@ -41,8 +41,8 @@ def test_a_log_without_anything() -> None:
     assert (log.peak_memory_bytes, log.chain) == (None, None)
 
 
-def log_of(times_ms: list[float], losses: list[float]) -> TrainingLog:
-    return TrainingLog(
+def log_of(times_ms: list[float], losses: list[float]) -> RunLog:
+    return RunLog(
         times_ms=dict(enumerate(times_ms, 1)),
         losses=dict(enumerate(losses, 1)),
         last_iteration=len(times_ms),

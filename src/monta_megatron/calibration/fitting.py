@@ -29,11 +29,12 @@ from monta_megatron.chains.program import (
     Kind,
     Pass,
     Policy,
+    PricedOperation,
     RowFormat,
 )
 from monta_megatron.common.units import Rate, counted
 from monta_megatron.planner.cluster import Cluster, Contention, NodeSizes
-from monta_megatron.planner.curves import FINDS, Curve, Fit, HostCosts, Operation
+from monta_megatron.planner.curves import FINDS, Curve, Fit, HostCosts
 from monta_megatron.planner.traffic import Around, num_host_operations
 
 
@@ -94,7 +95,7 @@ def _fault_of(curve: Curve) -> str | None:
 LEAST_US = 0.1
 
 # Operations that the executor runs as a point does; the rows are those of `operations`.
-AS_EXECUTED: dict[Operation, tuple[Kind | Around, Pass]] = {
+AS_EXECUTED: dict[PricedOperation, tuple[Kind | Around, Pass]] = {
     "copy": ("pack", DISPATCH),
     "put": ("put", DISPATCH_BACKWARD),
     "sum": ("reduce", DISPATCH_BACKWARD),
@@ -103,7 +104,7 @@ AS_EXECUTED: dict[Operation, tuple[Kind | Around, Pass]] = {
     "lists": ("lists", DISPATCH),
 }
 # Likewise, where Triton kernels do the work.
-AS_FUSED: dict[Operation, tuple[Kind | Around, Pass]] = {
+AS_FUSED: dict[PricedOperation, tuple[Kind | Around, Pass]] = {
     **AS_EXECUTED,
     "copy": ("duplicate", DISPATCH),
     "put": ("to_experts", DISPATCH),
@@ -276,7 +277,7 @@ def _curves(
         times = tuple(max(round(times_us[p.name] - launch_us, 1), LEAST_US) for p in group)
         curves.append(
             Curve(
-                operation=cast("Operation", first.operation),
+                operation=cast("PricedOperation", first.operation),
                 resource=first.resource,
                 group_size=first.group_size,
                 sizes_bytes=sizes,

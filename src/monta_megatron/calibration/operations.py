@@ -37,7 +37,7 @@ COLD_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MAX_SETS = 8
 
 # Starts an operation; the function that it returns waits for the result.
-Start: TypeAlias = Callable[[], Callable[[], object]]
+Starter: TypeAlias = Callable[[], Callable[[], object]]
 
 
 def starts_of(
@@ -47,7 +47,7 @@ def starts_of(
     cold_bytes: int,
     more: Mapping[str, Prepare],
     fused: bool = False,
-) -> Callable[[Task], Start]:
+) -> Callable[[Task], Starter]:
     """Starters of points and host work on this rank, made when first asked for.
 
     In an exchange an operation works on rows that it has not touched before. Where its runs follow
@@ -72,7 +72,7 @@ def starts_of(
     prepared: dict[str, Prepare] = {**in_memory, "count": partial(count, table=table), **more}
 
     @cache
-    def start_of(task: Task) -> Start:
+    def start_of(task: Task) -> Starter:
         if task == tasks.COUNTS:
             return _bind_counts(table, device)
         if not isinstance(task, Point):
@@ -94,7 +94,7 @@ def starts_of(
     return start_of
 
 
-def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
+def _collective(point: Point, group: PeerGroup, device: torch.device) -> Starter:
     gathers = point.operation == "allgather"
     # Between nodes `allgather` gathers all tokens, and every rank has equally many. Inside a node
     # chains gather what has arrived, in sizes that differ, which takes another code path.
@@ -112,7 +112,7 @@ def _collective(point: Point, group: PeerGroup, device: torch.device) -> Start:
     return start
 
 
-def _bind_counts(table: CountTable, device: torch.device) -> Start:
+def _bind_counts(table: CountTable, device: torch.device) -> Starter:
     """The host's work on exchanged counts: read and bind. To count and to exchange are points."""
     layout = table.layout
     messages, sent = table.count(routing_map(NUM_TOKENS, layout.num_experts).to(device))
@@ -133,7 +133,7 @@ def _count_table(layout: Layout, kernels: str) -> CountTable:
     return CountTable(chains=chains, layout=layout, num_blocks=NUM_BLOCKS, kernels=kernels)
 
 
-def _passes(device: torch.device, num_chunks: int, fused: bool) -> Start:
+def _passes(device: torch.device, num_chunks: int, fused: bool) -> Starter:
     """All four passes of a rank with itself: almost nothing moves, the time is the host's work."""
     # One expert, to which all rows go in the order that they are in.
     layout = Layout(ep=1, etp=1, num_local_experts=1, rank=0, nodes=(0,))

@@ -24,8 +24,8 @@ from monta_megatron.calibration.tasks import (
     Point,
     Repeated,
 )
-from monta_megatron.chains.program import Resource
-from monta_megatron.planner.curves import FINDS, Operation
+from monta_megatron.chains.program import PricedOperation, Resource
+from monta_megatron.planner.curves import FINDS
 from monta_megatron.planner.traffic import (
     COUNT_MAP_BYTES,
     FIND_PASSES,
@@ -52,7 +52,7 @@ FOUND_PARTS = TOPK * (
 )
 
 # Bytes read and written per row, counted as in planner.traffic.
-BYTES_PER_ROW: dict[Operation, int] = {
+BYTES_PER_ROW: dict[PricedOperation, int] = {
     "copy": 2 * HIDDEN_ROW_BYTES,
     "put": 2 * HIDDEN_ROW_BYTES,
     "sum": (NUM_COPIES + 1) * HIDDEN_ROW_BYTES,
@@ -65,7 +65,7 @@ BYTES_PER_ROW: dict[Operation, int] = {
 }
 
 
-def bytes_per_row(fused: bool) -> Mapping[Operation, int]:
+def bytes_per_row(fused: bool) -> Mapping[PricedOperation, int]:
     """Bytes read and written per row, where Triton kernels do the work or PyTorch's operations."""
     if not fused:
         return BYTES_PER_ROW
@@ -73,7 +73,7 @@ def bytes_per_row(fused: bool) -> Mapping[Operation, int]:
 
     found = round(find_bytes(TOPK, 1.0, FOUND_PARTS))
     listed = round(list_bytes(TOPK, PROB_BYTES, float(NUM_EXPERTS), 1.0))
-    of_ids: dict[Operation, int] = {
+    of_ids: dict[PricedOperation, int] = {
         "find": found,
         "find_lists": found,
         "count": NUM_EXPERTS,
@@ -83,7 +83,7 @@ def bytes_per_row(fused: bool) -> Mapping[Operation, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class NodeShape:
     """Nodes and the ranks on each."""
 
     num_nodes: int
@@ -127,7 +127,7 @@ class Series(NamedTuple):
     ranks_on_node: int
 
 
-def series_of_cluster(shape: Shape) -> list[Series]:
+def series_of_cluster(shape: NodeShape) -> list[Series]:
     """The collectives of every layout that a cluster of this shape may have."""
     parts, series = shape.parts, []
     if shape.num_nodes > 1:
@@ -216,7 +216,7 @@ def _collective(series: Series, num_bytes: int) -> Point:
     )
 
 
-def _in_memory(operation: Operation, row_bytes: int, num_bytes: int) -> Point:
+def _in_memory(operation: PricedOperation, row_bytes: int, num_bytes: int) -> Point:
     num_rows = max(num_bytes // row_bytes, 1)
     return Point(
         operation=operation,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from monta_megatron.calibration.operations import Start
+from monta_megatron.calibration.operations import Starter
 from monta_megatron.calibration.tasks import HostWork, Pair, Point, Repeated, Sample, Task
 
 MAX_ROUNDS = 60
@@ -49,7 +49,7 @@ class Timer:
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        start_of: Callable[[Task], Start],
+        start_of: Callable[[Task], Starter],
         ranks_per_core: float,
         begin_s: float,
     ) -> None:
@@ -64,7 +64,7 @@ class Timer:
             task: what is run.
             repeats: how many times in a row; the times returned are for one.
         """
-        beside: list[Start] = []
+        beside: list[Starter] = []
         times = 1
         if isinstance(task, Pair):
             start = self._start_of(task.first.point)

@@ -19,13 +19,13 @@ from typing import Literal, TypeAlias, get_args
 
 from monta_megatron.chains.chain import order_of_issue
 
-Step: TypeAlias = Literal[
+LayerStep: TypeAlias = Literal[
     "start first", "end first", "start experts", "end experts", "start second", "end second"
 ]
-STEPS: tuple[Step, ...] = get_args(Step)
+STEPS: tuple[LayerStep, ...] = get_args(LayerStep)
 
 
-def pipelined_steps(num_chunks: int, in_background: bool = False) -> list[tuple[Step, int]]:
+def pipelined_steps(num_chunks: int, in_background: bool = False) -> list[tuple[LayerStep, int]]:
     """(step, chunk) in the order of issue; backward mirrors it.
 
     Args:

@@ -129,7 +129,7 @@ class ExpertRange:
 
 # How a `Permute` addresses the rows of a chunk in the tensor: all of them as they lie, one run, or
 # rows by index.
-Placement: TypeAlias = Literal["none", "slice", "index"]
+RowSelection: TypeAlias = Literal["none", "slice", "index"]
 
 
 class StageShape(NamedTuple):
@@ -142,7 +142,7 @@ class StageShape(NamedTuple):
     """
 
     stage: Stage
-    placement: Placement
+    placement: RowSelection
     group_size: int
 
 
@@ -186,7 +186,7 @@ class BoundStage:
     @property
     def shape(self) -> StageShape:
         """Shape of the stage, which does not depend on the counts."""
-        placement: Placement = "none"
+        placement: RowSelection = "none"
         if self.segments is not None:
             placement = "slice" if self.segments.is_slice else "index"
         return StageShape(self.stage, placement, self.send.shape[1])

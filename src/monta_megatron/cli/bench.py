@@ -11,7 +11,7 @@ from monta_megatron.common.tables import Progress, tell
 from monta_megatron.tools.bench.flags import FLAGS, Flag
 
 if TYPE_CHECKING:
-    from monta_megatron.tools.bench.settings import Point, Settings
+    from monta_megatron.tools.bench.settings import BenchPoint, Settings
 
 EXAMPLE = """\
 examples, on 4 CPU ranks that stand for 2 nodes:
@@ -85,11 +85,11 @@ def run(parsed: argparse.Namespace) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.ranks import find_this_rank
     from monta_megatron.tools.bench.report import print_report
-    from monta_megatron.tools.bench.settings import Point
+    from monta_megatron.tools.bench.settings import BenchPoint
     from monta_megatron.tools.pictures import check_can_plot
 
     this_rank = find_this_rank("bench")
-    points = [Point("headline", _settings(parsed, this_rank.world_size))]
+    points = [BenchPoint("headline", _settings(parsed, this_rank.world_size))]
     if this_rank.rank == 0:
         check_can_plot(parsed.plot)
     reports: list[dict[str, Any]] = []
@@ -105,7 +105,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def measure(
-    points: "Sequence[Point]", keep: Callable[[dict[str, Any]], None], **options: Any
+    points: "Sequence[BenchPoint]", keep: Callable[[dict[str, Any]], None], **options: Any
 ) -> int:
     """Measure points on this rank.
 

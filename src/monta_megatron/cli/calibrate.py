@@ -88,9 +88,9 @@ def _run(parsed: argparse.Namespace) -> int:
     mine = alone(partial_of(out)) if this_rank.rank == 0 else nullcontext()
     with mine, only_the_report():
         from monta_megatron.tools.calibrate.report import plot_curves
-        from monta_megatron.tools.calibrate.run import Settings, calibrate
+        from monta_megatron.tools.calibrate.run import CalibrationSettings, calibrate
 
-        settings = Settings(
+        settings = CalibrationSettings(
             out=out,
             budget_s=parsed.budget_seconds,
             name=parsed.name,

@@ -49,12 +49,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)
+                    spec.loader = _PatchingLoader(spec.loader)
                 return spec
         return None
 
 
-class _Loader(importlib.abc.Loader):
+class _PatchingLoader(importlib.abc.Loader):
     """The real loader, with the pending functions run after the module's body."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from monta_megatron.common.text import advice, same_name
 
-Kind = Literal["models", "clusters", "runs"]
+PresetKind = Literal["models", "clusters", "runs"]
 
 CONFIG = "config.json"
 
@@ -25,7 +25,7 @@ _IN_WHEEL, _IN_CHECKOUT = (
 FOLDER = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
 
 
-def find(kind: Kind, given: str | Path, folder: str | Path = "") -> Path:
+def find(kind: PresetKind, given: str | Path, folder: str | Path = "") -> Path:
     """The file that a user means: an existing path, or else the name of a preset.
 
     For a model it may be a folder as well, of Hugging Face, whose `config.json` is meant.

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from monta_megatron.chains.pipelined_layer import Step, pipelined_steps
+from monta_megatron.chains.pipelined_layer import LayerStep, pipelined_steps
 from monta_megatron.chains.program import (
     COMBINE,
     COMBINE_BACKWARD,
@@ -86,7 +86,7 @@ def run_pipeline(
     def without_tensors(step: Callable[[int], object], back: Callable[[int], object]) -> Any:
         return lambda chunk: _Step.apply(step, back, chunk, tokens[chunk])
 
-    steps: dict[Step, Callable[[int], Any]] = {
+    steps: dict[LayerStep, Callable[[int], Any]] = {
         "start first": without_tensors(
             partial(pipeline.start, DISPATCH), partial(pipeline.finish, DISPATCH_BACKWARD)
         ),

@@ -87,7 +87,7 @@ NUM_THREADS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class PassRecord:
     """The record of a pass.
 
     Attributes:
@@ -132,9 +132,9 @@ class HostRecorder:
         self._waits.put(wait)
         return [cast(dist.Work, _Watched(end))]
 
-    def take(self) -> Taken:
+    def take(self) -> PassRecord:
         """Steps recorded since the last call."""
-        taken = Taken(steps=self._steps, ends_us=self._ends_us)
+        taken = PassRecord(steps=self._steps, ends_us=self._ends_us)
         self._steps, self._ends_us = [], {}
         return taken
 
@@ -169,10 +169,10 @@ class DeviceRecorder:
         self._collectives.add((pass_name, operation))
         return list(works)
 
-    def take(self) -> Taken:
+    def take(self) -> PassRecord:
         """Steps recorded since the last call; waits for the device."""
         torch.cuda.synchronize()
-        taken = Taken(
+        taken = PassRecord(
             steps=[
                 TimedStep(*step, host_us=host_us, device_us=self._us(event))
                 for step, host_us, event in self._noted

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
-from monta_megatron.chains.program import COLLECTIVES, Policy, Resource
+from monta_megatron.chains.program import COLLECTIVES, Policy, PricedOperation, Resource
 from monta_megatron.common.nodes import consecutive_nodes, mixed_node, number_nodes
 from monta_megatron.common.rules import (
     NonNegativeFloat,
@@ -18,12 +18,12 @@ from monta_megatron.common.rules import (
     require,
 )
 from monta_megatron.common.units import Rate, bytes_of_gb, counted
-from monta_megatron.planner.curves import RESOURCES, Curve, HostCosts, Kind, Operation
+from monta_megatron.planner.curves import RESOURCES, CostKind, Curve, HostCosts
 
 # 800 Gb/s, of the newest interfaces.
 FASTEST_NIC = Rate(100.0)
 # If a cluster has no curve for an operation, this similar operation stands in for it.
-STANDS_IN: dict[Operation, Operation] = {
+STANDS_IN: dict[PricedOperation, PricedOperation] = {
     "sum": "copy",
     "find": "copy",
     "find_lists": "find",
@@ -67,7 +67,7 @@ class Link:
     resource: Resource
     alpha_us: NonNegativeFloat
     rate: Rate
-    kind: Kind
+    kind: CostKind
     source: Text
     cross_rail_rate: Rate | None = None
     conservative_rate: Rate | None = None
@@ -128,7 +128,7 @@ class NodeSizes:
     ranks: PositiveInt
     nics: PositiveInt
 
-    def load(self, operation: Operation, ranks_on_node: int) -> float:
+    def load(self, operation: PricedOperation, ranks_on_node: int) -> float:
         """Bytes through a network interface for a byte of each rank, in groups of all ranks."""
         # A ring crosses once per node, not once per rank that the group has on it.
         return self.ranks / self.nics / (ranks_on_node if operation == "allgather" else 1)
@@ -152,7 +152,7 @@ class Contention:
 
     pair: tuple[Resource, Resource]
     factor: Slowdown
-    kind: Kind
+    kind: CostKind
     source: Text
     factor_of_second: Slowdown | None = None
 
@@ -190,7 +190,7 @@ class Cluster:
     num_nodes: PositiveInt
     ranks_per_node: PositiveInt
     nics_per_node: PositiveInt
-    kind: Kind
+    kind: CostKind
     source: Text
     launch: HostCosts
     ranks_per_host: PositiveInt | None = None
@@ -438,7 +438,7 @@ class Cluster:
 
     def time_us(
         self,
-        operation: Operation,
+        operation: PricedOperation,
         resource: Resource,
         num_bytes: float,
         group_size: int = 1,
@@ -457,7 +457,7 @@ class Cluster:
         Raises:
             ValueError: there is neither curve nor link, as for "inter" on a single node.
         """
-        named: Operation | None = operation
+        named: PricedOperation | None = operation
         while named is not None:
             curves = self._curves.get((named, resource))
             if curves:
@@ -489,8 +489,8 @@ class Cluster:
         return {link.resource: link for link in self.links}
 
     @cached_property
-    def _curves(self) -> dict[tuple[Operation, Resource], dict[int, Curve]]:
-        by_size: dict[tuple[Operation, Resource], dict[int, Curve]] = {}
+    def _curves(self) -> dict[tuple[PricedOperation, Resource], dict[int, Curve]]:
+        by_size: dict[tuple[PricedOperation, Resource], dict[int, Curve]] = {}
         for curve in self.curves:
             by_size.setdefault((curve.operation, curve.resource), {})[curve.group_size] = curve
         return by_size

@@ -13,14 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.chains.program import Resource
+from monta_megatron.chains.program import PricedOperation, Resource
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.rules import Text, hash_of, require
 from monta_megatron.common.units import Rate
 from monta_megatron.core import Layout
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.curves import Curve, Operation
+from monta_megatron.planner.curves import Curve
 
 MEASURED = ("launch", "links", "curves", "contention")
 EDITED = "edited"
@@ -212,7 +212,7 @@ def resource_rates(cluster: Cluster) -> tuple[ResourceRate, ...]:
 def _rates(cluster: Cluster) -> Iterator[ResourceRate]:
     links = {link.resource: link for link in cluster.links}
     for resource in cluster.resources:
-        operation: Operation = "copy" if resource == "memory" else "alltoall"
+        operation: PricedOperation = "copy" if resource == "memory" else "alltoall"
         curves = [
             curve
             for curve in cluster.curves

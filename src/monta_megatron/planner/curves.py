@@ -24,10 +24,9 @@ from monta_megatron.common.rules import (
 )
 from monta_megatron.common.units import Rate
 
-Operation: TypeAlias = PricedOperation
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 # Datasheet: published by a vendor or by others who measured it. Measured: on this very cluster.
-Kind: TypeAlias = Literal["measured", "datasheet"]
+CostKind: TypeAlias = Literal["measured", "datasheet"]
 
 # Number of points at each end of a curve that the line beyond that end is fitted to.
 NUM_END_POINTS = 3
@@ -72,12 +71,12 @@ class Curve:
         fit: a line through the points, for the reader; only the points are used.
     """
 
-    operation: Operation
+    operation: PricedOperation
     resource: Resource
     group_size: PositiveInt
     sizes_bytes: Sizes
     times_us: tuple[PositiveFloat, ...]
-    kind: Kind
+    kind: CostKind
     source: Text
     fit: Fit | None = None
 
@@ -118,7 +117,7 @@ class Curve:
 
 
 # Operations on the routing map and on expert ids, made of many short steps.
-FINDS: tuple[Operation, ...] = ("find", "find_lists", "count", "lists")
+FINDS: tuple[PricedOperation, ...] = ("find", "find_lists", "count", "lists")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,7 @@ class HostCosts:
     host_speed: PositiveFloat = 1.0
     conservative_speed: PositiveFloat | None = None
     optimistic_speed: PositiveFloat | None = None
-    kind: Kind
+    kind: CostKind
     source: Text
 
     def __post_init__(self) -> None:
@@ -197,7 +196,7 @@ class HostCosts:
         return replace(costs, **scaled)
 
     def start_us(
-        self, operation: Operation, num_host_operations: float, num_peers: int = 0
+        self, operation: PricedOperation, num_host_operations: float, num_peers: int = 0
     ) -> float:
         """Host time to start one operation.
 
@@ -214,7 +213,7 @@ class HostCosts:
             given_us = self.find_us
         return of_operations_us if given_us is None else given_us
 
-    def first_us(self, operation: Operation) -> float:
+    def first_us(self, operation: PricedOperation) -> float:
         """Excess time of the first chunk of a stage over later ones."""
         if operation in COLLECTIVES:
             return self.first_collective_us

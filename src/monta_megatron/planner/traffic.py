@@ -25,15 +25,15 @@ from monta_megatron.chains.program import (
     SUM_COLUMNS,
     BoundProgram,
     Kind,
+    Operation,
     Pass,
     Policy,
+    PricedOperation,
     Resource,
     RowFormat,
 )
-from monta_megatron.chains.program import Operation as ProgramOperation
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.core import GroupName, Layout
-from monta_megatron.planner.curves import Operation
 
 # Work before and after a program; the exchange of counts is a kind.
 Around: TypeAlias = Literal["count", "lists", "permute", "unpermute"]
@@ -146,7 +146,7 @@ COUNT_EXCHANGE = "exchange of counts"
 # About how many times finding copies sorts and scans expert ids, as int64 (exchange/copies.py);
 # twice as many if the copies keep their share of them.
 FIND_VALUE_BYTES = 8
-FIND_PASSES: dict[Operation, int] = {"find": 6, "find_lists": 12}
+FIND_PASSES: dict[PricedOperation, int] = {"find": 6, "find_lists": 12}
 # Work on Megatron's routing map [T, E] before a dispatch, in bytes per token and expert: counting
 # passes over its bools about 6 times, listing expert ids over 4-byte scores as often.
 COUNT_MAP_BYTES = 6
@@ -194,7 +194,7 @@ class StageTraffic:
     """
 
     stage: str
-    operation: Operation
+    operation: PricedOperation
     resource: Resource
     moved: Mapping[Resource, Moved]
     message_bytes: tuple[int, ...] = (1,)
@@ -238,7 +238,7 @@ def pass_traffic(
     return PassTraffic(before=before, pipeline=pipeline, after=after)
 
 
-def _moves(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
+def _moves(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
     """Bytes of a copy: read and written."""
     first = series[0]
     # Writing to places all over a tensor is slower than reading from them.
@@ -248,7 +248,7 @@ def _moves(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation])
     return _in_memory(first.stage, "put" if is_put else "copy", 2 * written)
 
 
-def _sums(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
+def _sums(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
     """A sum reads all copies, or parts, and writes one row for them."""
     first = series[0]
     read = _bytes_of(programs, series, first.reads[0])
@@ -256,10 +256,10 @@ def _sums(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) 
     return _in_memory(first.stage, "sum", read + written)
 
 
-def _finds(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]) -> StageTraffic:
+def _finds(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
     """Copies are found from the expert ids alone."""
     first = series[0]
-    operation: Operation = "find" if first.kind == "find_copies" else "find_lists"
+    operation: PricedOperation = "find" if first.kind == "find_copies" else "find_lists"
     rows, copies = (_rows_at(programs, series, first.position + after) for after in (0, 1))
     num_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * programs[0].max_experts_per_token * rows
     if programs[0].program.policy == "fused":
@@ -267,9 +267,7 @@ def _finds(programs: Sequence[BoundProgram], series: Sequence[ProgramOperation])
     return _in_memory(first.stage, operation, num_bytes)
 
 
-def _exchanges(
-    programs: Sequence[BoundProgram], series: Sequence[ProgramOperation]
-) -> StageTraffic:
+def _exchanges(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
     first = series[0]
     assert first.group is not None, f"{first.kind}: no collective"
     chunks = [operation.chunk for operation in series]
@@ -290,9 +288,7 @@ def _exchanges(
     )
 
 
-TRAFFIC: Mapping[
-    Kind, Callable[[Sequence[BoundProgram], Sequence[ProgramOperation]], StageTraffic]
-] = {
+TRAFFIC: Mapping[Kind, Callable[[Sequence[BoundProgram], Sequence[Operation]], StageTraffic]] = {
     "pack": _moves,
     "find_lists": _finds,
     "find_copies": _finds,
@@ -307,7 +303,7 @@ TRAFFIC: Mapping[
 
 
 def _rows_at(
-    programs: Sequence[BoundProgram], series: Sequence[ProgramOperation], boundary: int
+    programs: Sequence[BoundProgram], series: Sequence[Operation], boundary: int
 ) -> RowCounts:
     """[S, C] rows of each chunk after so many stages, in the order of issue."""
     chunks = [operation.chunk for operation in series]
@@ -315,7 +311,7 @@ def _rows_at(
 
 
 def _bytes_of(
-    programs: Sequence[BoundProgram], series: Sequence[ProgramOperation], number: int
+    programs: Sequence[BoundProgram], series: Sequence[Operation], number: int
 ) -> RowCounts:
     """[S, C] bytes of each chunk's rows in a buffer like this one."""
     buffer = programs[0].program.buffers[number]
@@ -323,7 +319,7 @@ def _bytes_of(
     return row_bytes * _rows_at(programs, series, buffer.boundary)
 
 
-def _in_memory(stage: str, operation: Operation, num_bytes: RowCounts) -> StageTraffic:
+def _in_memory(stage: str, operation: PricedOperation, num_bytes: RowCounts) -> StageTraffic:
     """A stage that reads and writes [S, C] bytes."""
     return StageTraffic(
         stage=stage,

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from clusters import CONFIGS, LAUNCH, link, preset, shape_of
 
-from monta_megatron.chains.program import COLLECTIVES
+from monta_megatron.chains.program import COLLECTIVES, PricedOperation
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, NodeSizes
 from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
-from monta_megatron.planner.curves import Curve, Operation
+from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.plan import plan
 
 RAILS = replace(link("inter", 0.0, 40.0), cross_rail_rate=Rate(10.0))
@@ -70,7 +70,7 @@ def test_a_plan_on_efa_keeps_to_its_rails() -> None:
     assert slow["hierarchical_alltoall"] == pytest.approx(fast["hierarchical_alltoall"], rel=1e-3)
 
 
-def curve(operation: Operation, group_size: int) -> Curve:
+def curve(operation: PricedOperation, group_size: int) -> Curve:
     """1 us for 1 KB, of 0.5 to 2 MB."""
     return Curve(
         operation=operation,

@@ -38,10 +38,10 @@ def expert_ids_of(
     Returns:
         Probabilities [T, W], padded with 0, and experts [T, W] int32, padded with E.
     """
-    return _ExpertIds.apply(routing_map_TE, probs_TE, max_experts_per_token)
+    return _ExpertLists.apply(routing_map_TE, probs_TE, max_experts_per_token)
 
 
-class _ExpertIds(torch.autograd.Function):
+class _ExpertLists(torch.autograd.Function):
     """Saves for backward only the map, which is kept alive anyway."""
 
     @staticmethod

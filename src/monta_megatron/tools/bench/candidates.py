@@ -12,11 +12,11 @@ import torch
 from monta_megatron.chains import CHAINS
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.core import Layout
+from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.layer import (
-    Experts,
     TimedExperts,
     monta_dispatcher,
     stock_dispatcher,
@@ -68,7 +68,7 @@ STOCK_TRAFFIC = {"alltoall": traffic.stock_alltoall, "allgather": traffic.stock_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class BenchCandidate:
     """One dispatcher, with the data that it runs on.
 
     Attributes:
@@ -127,7 +127,7 @@ class Candidate:
 
 # The type of `build_candidates`.
 Build: TypeAlias = Callable[
-    [Settings, Cluster | None, Layout, Batch], tuple[list[Candidate], dict[str, str]]
+    [Settings, Cluster | None, Layout, Batch], tuple[list[BenchCandidate], dict[str, str]]
 ]
 
 
@@ -152,7 +152,7 @@ class Passed:
     probs_gradient: torch.Tensor | None
 
 
-def stock_candidate(settings: Settings, layout: Layout, batch: Batch, name: str) -> Candidate:
+def stock_candidate(settings: Settings, layout: Layout, batch: Batch, name: str) -> BenchCandidate:
     """One of Megatron's dispatchers."""
 
     def traffic_of(backward: bool) -> Traffic:
@@ -160,7 +160,7 @@ def stock_candidate(settings: Settings, layout: Layout, batch: Batch, name: str)
         dtype_bytes = DTYPE_BYTES[settings.dtype]
         return STOCK_TRAFFIC[name](layout, routing_map, settings.hidden, dtype_bytes, backward)
 
-    return Candidate(
+    return BenchCandidate(
         kind="megatron",
         requested=name,
         dispatcher=stock_dispatcher(settings, name),
@@ -171,7 +171,7 @@ def stock_candidate(settings: Settings, layout: Layout, batch: Batch, name: str)
 
 def build_candidates(
     settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
-) -> tuple[list[Candidate], dict[str, str]]:
+) -> tuple[list[BenchCandidate], dict[str, str]]:
     """Stock's dispatchers, then ours, chain by chain.
 
     Returns:
@@ -192,10 +192,10 @@ def build_candidates(
                 left_out[name] = str(error)
                 break
             candidates.append(
-                Candidate(kind="monta", requested=name, dispatcher=dispatcher, batch=batch)
+                BenchCandidate(kind="monta", requested=name, dispatcher=dispatcher, batch=batch)
             )
     candidates += [
-        Candidate(
+        BenchCandidate(
             kind="monta",
             requested=name,
             dispatcher=build_dispatcher(settings, cluster, name, num_chunks, overlap_experts=True),
@@ -243,7 +243,7 @@ def identity_experts(
     return rows
 
 
-def run_candidate(candidate: Candidate, experts: Experts, backward: bool) -> Passed:
+def run_candidate(candidate: BenchCandidate, experts: Experts, backward: bool) -> Passed:
     """One pass of the layer's exchange: dispatch, experts, combine, and optionally backward.
 
     The gradient of the probabilities comes from the experts. `identity_experts` give none, so ones
@@ -282,7 +282,7 @@ def run_candidate(candidate: Candidate, experts: Experts, backward: bool) -> Pas
     )
 
 
-def traffic_of_run(candidate: Candidate, backward: bool, num_runs: int) -> Traffic:
+def traffic_of_run(candidate: BenchCandidate, backward: bool, num_runs: int) -> Traffic:
     """Payload per run that this rank's tokens cause, or that it sends: the sums over ranks agree.
 
     Args:

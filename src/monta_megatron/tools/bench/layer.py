@@ -5,7 +5,7 @@ Timed experts take a given time and no processor: compute on a device of its own
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 from monta_megatron.core import Layout
+from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.tools.bench.settings import LayerShape
 
@@ -42,7 +43,7 @@ class TimedExperts:
         """Start to compute: [N, H] -> [N, H]."""
         call: dict[str, float] = {}
         self._calls.append(call)
-        outputs: torch.Tensor = _Start.apply(self, call, rows, probs)
+        outputs: torch.Tensor = _StartExperts.apply(self, call, rows, probs)
         return outputs
 
     def wait(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ def _sleep_until(end_s: float) -> None:
     time.sleep(max(end_s - time.perf_counter(), 0))
 
 
-class _Start(torch.autograd.Function):
+class _StartExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -101,9 +102,6 @@ STOCK_DISPATCHERS = {
     "alltoall": stock.MoEAlltoAllTokenDispatcher,
     "allgather": stock.MoEAllGatherTokenDispatcher,
 }
-
-# (rows, number of rows of each local expert, the rows' probabilities) -> the experts' outputs.
-Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def layer_config(shape: LayerShape) -> Any:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from monta_megatron.chains import CHAINS
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import gather_objects
-from monta_megatron.tools.bench.candidates import Batch, Candidate, Passed, run_candidate
-from monta_megatron.tools.bench.layer import Experts
+from monta_megatron.exchange.pipeline import Experts
+from monta_megatron.tools.bench.candidates import Batch, BenchCandidate, Passed, run_candidate
 from monta_megatron.tools.joined_ranks import wait_for_all
 
 # bf16: every hop that carries partial sums adds one rounding to the single one of an fp32 sum;
@@ -62,7 +62,7 @@ class Expected:
     gradient: Reference
 
 
-def check_candidates(candidates: list[Candidate], layout: Layout) -> list[str]:
+def check_candidates(candidates: list[BenchCandidate], layout: Layout) -> list[str]:
     """One line for each difference of a candidate on any rank; the same list on every rank."""
     experts = weighted_experts(layout)
     baseline = next(candidate for candidate in candidates if candidate.is_baseline)
@@ -83,7 +83,7 @@ def check_candidates(candidates: list[Candidate], layout: Layout) -> list[str]:
 
 
 def _differences(
-    candidate: Candidate, expected: Expected, experts: Experts, layout: Layout
+    candidate: BenchCandidate, expected: Expected, experts: Experts, layout: Layout
 ) -> list[str]:
     passed, stock = run_candidate(candidate, experts, backward=True), expected.passed
     differences = _moved(candidate, passed, stock) if candidate.kind == "monta" else []
@@ -145,12 +145,12 @@ def reference_sum(rows: torch.Tensor, batch: Batch, layout: Layout) -> Reference
     return Reference(exact=exact, once=once.to(tokens.dtype))
 
 
-def has_stocks_order(candidate: Candidate, layout: Layout) -> bool:
+def has_stocks_order(candidate: BenchCandidate, layout: Layout) -> bool:
     """Whether sums must be taken in stock alltoall's order, and so be bitwise equal to its own."""
     return candidate.kind == "monta" and layout.etp <= 2 and candidate.rows == "permuted tokens"
 
 
-def num_partial_hops(candidate: Candidate, layout: Layout) -> int:
+def num_partial_hops(candidate: BenchCandidate, layout: Layout) -> int:
     """Number of exchanges that carry partial sums, each rounded to the rows' dtype."""
     if candidate.rows == "permuted tokens":
         return int(layout.etp > 1)
@@ -171,7 +171,7 @@ def error_bound(dtype: torch.dtype, num_hops: int, once_rms: float, stock_rms: f
     return LOW_PRECISION_MARGIN * math.sqrt(1 + num_hops) * once_rms
 
 
-def _moved(candidate: Candidate, passed: Passed, expected: Passed) -> list[str]:
+def _moved(candidate: BenchCandidate, passed: Passed, expected: Passed) -> list[str]:
     """Differences from stock: bitwise, but for the probabilities' gradient."""
     assert passed.probs_gradient is not None and expected.probs_gradient is not None
     # Those of a chunk lie in an order of their own.
@@ -201,7 +201,7 @@ def _rounded(
     mine: torch.Tensor,
     theirs: torch.Tensor,
     reference: Reference,
-    candidate: Candidate,
+    candidate: BenchCandidate,
     layout: Layout,
 ) -> list[str]:
     """A line if the rms error of a sum, over all ranks, is above its bound."""

@@ -17,6 +17,7 @@ from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.collectives import find_nodes
+from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.integration.auto import AutoChoice
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.choose import LATE
@@ -24,8 +25,8 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
     Batch,
+    BenchCandidate,
     Build,
-    Candidate,
     build_candidates,
     identity_experts,
     make_batch,
@@ -33,7 +34,6 @@ from monta_megatron.tools.bench.candidates import (
     traffic_of_run,
 )
 from monta_megatron.tools.bench.layer import (
-    Experts,
     TimedExperts,
     build_experts,
     exchange_layout,
@@ -47,7 +47,7 @@ from monta_megatron.tools.bench.report import (
     ratio_of_medians,
     spread,
 )
-from monta_megatron.tools.bench.settings import Point, Settings
+from monta_megatron.tools.bench.settings import BenchPoint, Settings
 from monta_megatron.tools.bench.traffic import Traffic, predict
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 
@@ -60,7 +60,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class BenchTask:
     """Measurements of one point, and where.
 
     Attributes:
@@ -93,11 +93,11 @@ class Bench:
         skipped: why chains were left out.
     """
 
-    task: Task
+    task: BenchTask
     nodes: tuple[int, ...]
     layout: Layout
     batch: Batch
-    candidates: list[Candidate]
+    candidates: list[BenchCandidate]
     skipped: dict[str, str]
 
     def meta(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Bench:
             )
         return rows
 
-    def check(self, candidates: list[Candidate]) -> None:
+    def check(self, candidates: list[BenchCandidate]) -> None:
         """Compare candidates with stock's; raises MismatchError."""
         wrong = check_candidates(candidates, self.layout)
         if wrong:
@@ -226,7 +226,7 @@ class Bench:
 
 
 def prepare(
-    task: Task, device: torch.device, makes_groups: bool, build: Build = build_candidates
+    task: BenchTask, device: torch.device, makes_groups: bool, build: Build = build_candidates
 ) -> Bench:
     """Megatron's groups, the data, and the dispatchers on both.
 
@@ -247,7 +247,7 @@ def prepare(
         raise
 
 
-def _prepare(task: Task, device: torch.device, makes_groups: bool, build: Build) -> Bench:
+def _prepare(task: BenchTask, device: torch.device, makes_groups: bool, build: Build) -> Bench:
     settings = task.settings
     if makes_groups:
         initialize_groups(settings)
@@ -296,7 +296,7 @@ class MismatchError(Exception):
 
 
 def run_benchmarks(
-    points: Sequence[Point],
+    points: Sequence[BenchPoint],
     this_rank: ThisRank,
     cluster: Cluster | None,
     progress: Progress,
@@ -339,7 +339,7 @@ def run_benchmarks(
         sizes = (settings.tp, settings.ep, settings.etp)
         name = f"point {number} of {len(left)} ({point.name}): " if len(left) > 1 else ""
         yield _run_benchmark(
-            Task(
+            BenchTask(
                 name=name,
                 settings=settings,
                 this_rank=this_rank,
@@ -354,7 +354,7 @@ def run_benchmarks(
 
 
 def _run_benchmark(
-    task: Task, device: torch.device, makes_groups: bool, build: Build
+    task: BenchTask, device: torch.device, makes_groups: bool, build: Build
 ) -> dict[str, Any]:
     """Check and time one point."""
     settings = task.settings

@@ -105,7 +105,7 @@ class Settings(LayerShape):
         return (4 if backward else 2) * self.hidden * DTYPE_BYTES[self.dtype]
 
 
-class Point(NamedTuple):
+class BenchPoint(NamedTuple):
     """One benchmark of a launch.
 
     Attributes:

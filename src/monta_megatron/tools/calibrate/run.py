@@ -15,7 +15,7 @@ from monta_megatron.calibration.fitting import Machine, make_cluster
 from monta_megatron.calibration.operations import COLD_BYTES, starts_of
 from monta_megatron.calibration.points import (
     NUM_SIZES,
-    Shape,
+    NodeShape,
     all_points,
     choose_pairs,
     series_of_cluster,
@@ -46,7 +46,7 @@ from monta_megatron.tools.calibrate.report import Calibration
 from monta_megatron.tools.joined_ranks import join, on_first_rank
 
 
-def make_groups(shape: Shape, nodes: tuple[int, ...]) -> dict[tuple[Resource, int], PeerGroup]:
+def make_groups(shape: NodeShape, nodes: tuple[int, ...]) -> dict[tuple[Resource, int], PeerGroup]:
     """(resource, ranks) -> the group of this rank, made by all ranks in the same order.
 
     Args:
@@ -75,7 +75,7 @@ def make_groups(shape: Shape, nodes: tuple[int, ...]) -> dict[tuple[Resource, in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CalibrationSettings:
     """Settings of a calibration.
 
     Attributes:
@@ -94,7 +94,7 @@ class Settings:
     nics_per_node: int | None
 
 
-def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibration:
+def calibrate(settings: CalibrationSettings, local_rank: int, progress: Progress) -> Calibration:
     """Measure; every rank calls this, and every rank gets the result.
 
     Raises:
@@ -170,13 +170,13 @@ def calibrate(settings: Settings, local_rank: int, progress: Progress) -> Calibr
     )
 
 
-def shape_of(nodes: tuple[int, ...]) -> Shape:
+def shape_of(nodes: tuple[int, ...]) -> NodeShape:
     """The shape of nodes that have equally many ranks each, in order.
 
     Raises:
         ValueError: they have not, or there is only one rank.
     """
-    shape = Shape(num_nodes=len(set(nodes)), ranks_per_node=nodes.count(nodes[0]))
+    shape = NodeShape(num_nodes=len(set(nodes)), ranks_per_node=nodes.count(nodes[0]))
     in_order = tuple(node for node in range(shape.num_nodes) for _ in range(shape.ranks_per_node))
     if nodes != in_order:
         raise ValueError(
@@ -196,8 +196,8 @@ def _find_nics_per_node(nodes: tuple[int, ...], world: dist.ProcessGroup) -> int
 
 
 def _machine(
-    settings: Settings,
-    shape: Shape,
+    settings: CalibrationSettings,
+    shape: NodeShape,
     nics_per_node: int,
     device: torch.device,
     world: dist.ProcessGroup,

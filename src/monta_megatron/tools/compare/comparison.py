@@ -28,7 +28,7 @@ from monta_megatron.tools.launch.arguments import (
     from_mapping,
     from_words,
 )
-from monta_megatron.tools.launch.log import TrainingLog, read_log
+from monta_megatron.tools.launch.log import RunLog, read_log
 from monta_megatron.tools.launch.prepare import Run, checked, free_directory, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
 from monta_megatron.tools.launch.start import (
@@ -135,7 +135,7 @@ def in_turn(dispatchers: Sequence[str], pairs: int) -> Iterator[tuple[int, str]]
             yield pair, dispatcher
 
 
-def compare(logs: Sequence[tuple[str, TrainingLog]]) -> tuple[Compared, ...]:
+def compare(logs: Sequence[tuple[str, RunLog]]) -> tuple[Compared, ...]:
     """Each dispatcher against stock, in the order of their first trainings.
 
     Args:
@@ -173,7 +173,7 @@ def compare(logs: Sequence[tuple[str, TrainingLog]]) -> tuple[Compared, ...]:
     return tuple(rows)
 
 
-def timed_ms(logs: Iterable[TrainingLog]) -> list[float]:
+def timed_ms(logs: Iterable[RunLog]) -> list[float]:
     """The times of the iterations that count, of all logs."""
     return [ms for log in logs for n, ms in log.times_ms.items() if n > NUM_WARMUP_ITERATIONS]
 
@@ -320,7 +320,7 @@ def prepare_trainings(
     return Trainings(in_order=tuple(trainings), left_out=left_out, directory=folder)
 
 
-def train_all(trainings: Trainings) -> Iterator[tuple[Training, TrainingLog]]:
+def train_all(trainings: Trainings) -> Iterator[tuple[Training, RunLog]]:
     """Run them one after the other; each is given out with its log when it has ended.
 
     Raises:
@@ -391,7 +391,7 @@ class ComparisonReport:
 
     trainings: Trainings
     iterations: int
-    logs: Sequence[tuple[Training, TrainingLog]]
+    logs: Sequence[tuple[Training, RunLog]]
 
     @cached_property
     def rows(self) -> tuple[Compared, ...]:

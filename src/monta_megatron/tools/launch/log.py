@@ -29,7 +29,7 @@ CHAIN = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingLog:
+class RunLog:
     """The log of one training.
 
     Attributes:
@@ -67,14 +67,14 @@ def not_repeated(entries: Iterable[tuple[int, Entry]]) -> list[tuple[int, Entry]
     return kept
 
 
-def read_log(text: str) -> TrainingLog:
+def read_log(text: str) -> RunLog:
     """The log of a training that has ended, whether or not it came to its end."""
     lines = not_repeated(
         (int(match[1]), line) for line in text.splitlines() if (match := ITERATION.search(line))
     )
     peaks_mib = [float(peak) for peak in PEAK_MIB.findall(text)]
     chains = CHAIN.findall(text)
-    return TrainingLog(
+    return RunLog(
         times_ms={n: float(match[1]) for n, line in lines if (match := TIME_MS.search(line))},
         losses={n: float(match[1]) for n, line in lines if (match := LOSS.search(line))},
         last_iteration=lines[-1][0] if lines else None,

@@ -101,7 +101,7 @@ def co_activation(routing_map: Routings) -> NDArray[np.float64]:
     return shares
 
 
-Indices = NDArray[np.int64]
+Ints = NDArray[np.int64]
 
 # Of what a rank may get above the mean, a node may get half, so that its ranks have some room.
 NODE_SHARE_OF_EXCESS = 0.5
@@ -111,7 +111,7 @@ LEAST_GAIN = 1e-3
 
 def place_experts(
     routing_map: Routings, num_nodes: int, num_ranks: int, max_load: float, num_groups: int = 1
-) -> Indices:
+) -> Ints:
     """The order of experts in which tokens need few nodes and, within them, few ranks.
 
     Args:
@@ -142,9 +142,7 @@ def place_experts(
     return np.concatenate(blocks)
 
 
-def _split(
-    routing_map: Routings, unit_size: int, num_parts: int, most_pairs: float
-) -> list[Indices]:
+def _split(routing_map: Routings, unit_size: int, num_parts: int, most_pairs: float) -> list[Ints]:
     """Split a block of experts into parts: the positions of each part's experts, ascending.
 
     Args:
@@ -171,7 +169,7 @@ def _split(
     return [experts[part_of == part].ravel() for part in np.argsort(first_unit)]
 
 
-def _by_collaboration(together: NDArray[np.float32], num_parts: int) -> Indices:
+def _by_collaboration(together: NDArray[np.float32], num_parts: int) -> Ints:
     """[U, U] tokens that need both -> [U] part of each unit, greedily.
 
     A part begins with the unit that collaborates most with all that are left, and takes the one
@@ -190,8 +188,8 @@ def _by_collaboration(together: NDArray[np.float32], num_parts: int) -> Indices:
 
 
 def _with_swaps(
-    needs: NDArray[np.float32], pairs: Indices, part_of: Indices, num_parts: int, most_pairs: float
-) -> Indices:
+    needs: NDArray[np.float32], pairs: Ints, part_of: Ints, num_parts: int, most_pairs: float
+) -> Ints:
     """Swap units of two parts while it lowers the load above the limit, or else saves copies.
 
     Copies of different pairs of parts do not depend on each other, so in each round every part
@@ -225,7 +223,7 @@ def _with_swaps(
 
 
 def _relief_by_swap(
-    pairs: Indices, part_of: Indices, load: NDArray[np.float64], most_pairs: float
+    pairs: Ints, part_of: Ints, load: NDArray[np.float64], most_pairs: float
 ) -> NDArray[np.float64]:
     """[U, U] load above the limit that goes if units i and j change places; 0 within a part."""
     over = np.maximum(load - most_pairs, 0)[part_of]
@@ -237,7 +235,7 @@ def _relief_by_swap(
 
 
 def _saved_by_swap(
-    needs: NDArray[np.float32], part_of: Indices, num_parts: int
+    needs: NDArray[np.float32], part_of: Ints, num_parts: int
 ) -> NDArray[np.float32]:
     """[U, U] copies saved if units i and j change places; meaningless within a part.
 
@@ -257,7 +255,7 @@ def _saved_by_swap(
 
 
 def _cost(
-    needs: NDArray[np.float32], pairs: Indices, part_of: Indices, num_parts: int, most_pairs: float
+    needs: NDArray[np.float32], pairs: Ints, part_of: Ints, num_parts: int, most_pairs: float
 ) -> tuple[float, float]:
     """Load above the limit, then copies."""
     load = np.bincount(part_of, weights=pairs, minlength=num_parts)

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.planner.models.model import Model
+from monta_megatron.tools.place.placement import Routings
 
-Routings = NDArray[np.bool_]
 # Block, index of an MTP head, layer: as the tracer has them.
 LayerName: TypeAlias = tuple[str, str, str]
 # Layer -> its rows in the order of the steps, [N, E].

@@ -127,7 +127,7 @@ def _uneven_stages(num_layers: int, pp: int) -> dict[str, int]:
     return {"decoder-last-pipeline-num-layers": num_layers - of_stage * (pp - 1)}
 
 
-def _place(kind: presets.Kind, given: str) -> str:
+def _place(kind: presets.PresetKind, given: str) -> str:
     """A preset by its name; another file by its whole path."""
     found = presets.find(kind, given)
     if found.parent == presets.FOLDER / kind:

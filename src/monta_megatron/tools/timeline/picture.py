@@ -39,7 +39,7 @@ Colours = Mapping[int | None, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Lane:
     """A line of a picture.
 
     Attributes:
@@ -51,9 +51,9 @@ class Row:
     spans: Mapping[str, Sequence[Span]]
 
 
-def rows_of_track(track: Track) -> list[Row]:
+def rows_of_track(track: Track) -> list[Lane]:
     """Its resources in order, with more rows where spans overlap; none for an idle resource."""
-    rows: list[Row] = []
+    rows: list[Lane] = []
     passes = dict.fromkeys(span.pass_name for span in track.spans)
     for resource, name in RESOURCES_AND_HOST.items():
         by_pass = [
@@ -68,7 +68,7 @@ def rows_of_track(track: Track) -> list[Row]:
         ]
         for number, parts in enumerate(zip_longest(*by_pass, fillvalue=())):
             label = name if number == 0 else ""
-            rows.append(Row(label=label, spans=dict(zip(passes, parts, strict=True))))
+            rows.append(Lane(label=label, spans=dict(zip(passes, parts, strict=True))))
     return rows
 
 
@@ -178,7 +178,7 @@ def draw(timelines: Sequence[Timeline], title: str, path: Path, max_ranks: int) 
         for timeline in map(_aligned, timelines)
         for track in timeline.tracks[:max_ranks]
         # A line that holds the track's name, then its resources.
-        for row in (Row(label=track.name, spans={}), *rows_of_track(track))
+        for row in (Lane(label=track.name, spans={}), *rows_of_track(track))
     ]
     spans = [span for row in rows for part in row.spans.values() for span in part]
     low, high = min(span.start_us for span in spans), max(span.end_us for span in spans)
@@ -235,7 +235,7 @@ def _name_track(axis: Any, position: int, name: str) -> None:
     )
 
 
-def _scale(axis: Any, rows: Sequence[Row], limits: tuple[float, float]) -> None:
+def _scale(axis: Any, rows: Sequence[Lane], limits: tuple[float, float]) -> None:
     """The scale of a panel, which all panels share."""
     labelled = [at for at, row in enumerate(rows) if row.spans and row.label]
     axis.set_xlim(*limits)
@@ -364,7 +364,7 @@ def _ends_us(timeline: Timeline) -> list[float]:
     return sorted(ends_us.values())
 
 
-def _set_scale(axis: Any, rows_at: Mapping[float, Sequence[Row]], longest_us: float) -> float:
+def _set_scale(axis: Any, rows_at: Mapping[float, Sequence[Lane]], longest_us: float) -> float:
     """Scale an axis, and name the rows that begin at these heights; returns us per inch."""
     labels = {at + n: row.label for at, rows in rows_at.items() for n, row in enumerate(rows)}
     shown = {height: label for height, label in labels.items() if label}
@@ -376,7 +376,7 @@ def _set_scale(axis: Any, rows_at: Mapping[float, Sequence[Row]], longest_us: fl
 
 
 def _draw_rows(
-    axis: Any, at: float, rows: Sequence[Row], colours: Colours, us_per_inch: float
+    axis: Any, at: float, rows: Sequence[Lane], colours: Colours, us_per_inch: float
 ) -> None:
     """Draw the bars of rows of which the first is at this height."""
     for number, row in enumerate(rows):
@@ -385,7 +385,7 @@ def _draw_rows(
                 draw_bar(axis, at + number, span, colours[span.chunk], us_per_inch)
 
 
-def _draw_passes(axis: Any, at: float, rows: Sequence[Row], us_per_inch: float) -> None:
+def _draw_passes(axis: Any, at: float, rows: Sequence[Lane], us_per_inch: float) -> None:
     """Draw a band behind each pass of the rows, with the passes' names if there is room for all."""
     from matplotlib.patches import Rectangle
 

@@ -14,10 +14,10 @@ from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.recording import spans_of
-from monta_megatron.exchange.step_times import Clock, DeviceRecorder, HostRecorder, Taken
+from monta_megatron.exchange.step_times import Clock, DeviceRecorder, HostRecorder, PassRecord
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.tools.bench.candidates import Candidate, identity_experts, run_candidate
-from monta_megatron.tools.bench.point import Bench, Task, prepare
+from monta_megatron.tools.bench.candidates import BenchCandidate, identity_experts, run_candidate
+from monta_megatron.tools.bench.point import Bench, BenchTask, prepare
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.joined_ranks import join, wait_for_all
 from monta_megatron.tools.timeline.recording import RankRecord, Recording
@@ -43,7 +43,7 @@ def record(
         ValueError: a setting cannot run here.
     """
     device = join(this_rank.local_rank)
-    task = Task(
+    task = BenchTask(
         name="",
         settings=settings,
         this_rank=this_rank,
@@ -62,7 +62,7 @@ def record(
     return kept if dist.get_rank() == 0 else None
 
 
-def _run(bench: Bench, candidates: Sequence[Candidate]) -> list[list[Taken]]:
+def _run(bench: Bench, candidates: Sequence[BenchCandidate]) -> list[list[PassRecord]]:
     """The passes of each candidate, without those that warm up."""
     settings, progress = bench.task.settings, bench.task.progress
     (phase,) = settings.phases
@@ -72,7 +72,7 @@ def _run(bench: Bench, candidates: Sequence[Candidate]) -> list[list[Taken]]:
     progress.phase(f"{names}, {settings.warmup} + {settings.repeats} passes", num_passes)
     for candidate in candidates:
         candidate.dispatcher.monitor.recorder = recorder
-    taken: list[list[Taken]] = [[] for _ in candidates]
+    taken: list[list[PassRecord]] = [[] for _ in candidates]
     for _ in range(num_passes):
         for candidate, passes in zip(candidates, taken, strict=True):
             wait_for_all()
@@ -85,7 +85,7 @@ def _run(bench: Bench, candidates: Sequence[Candidate]) -> list[list[Taken]]:
 
 
 def _kept(
-    bench: Bench, candidate: Candidate, passes: Sequence[Taken], clock: Clock
+    bench: Bench, candidate: BenchCandidate, passes: Sequence[PassRecord], clock: Clock
 ) -> Recording | None:
     """The pass with the median time, where a pass takes as long as its slowest rank.
 
@@ -133,6 +133,6 @@ def _title(bench: Bench, chain: str, num_chunks: int) -> str:
     )
 
 
-def _time_us(taken: Taken) -> float:
+def _time_us(taken: PassRecord) -> float:
     times = [step.device_us for step in taken.steps]
     return max(times) - min(times)
