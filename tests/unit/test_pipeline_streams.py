@@ -174,3 +174,22 @@ def test_order_of_collectives_by_hand(chain_name: str, layout_name: str) -> None
     for of_half, passes in zip((issued[:half], issued[half:]), passes_of_halves, strict=True):
         assert {name for name, *_ in of_half} == passes
         assert [names[name] + group[0] for name, group, *_ in of_half] == expected
+
+
+def test_memory_of_abandoned_passes_is_freed_behind_its_last_use() -> None:
+    chain, layout = CHAINS["hierarchical_alltoall"], LAYOUTS["ep4"]
+    routing_map, recorder = PLAIN.map(layout.num_experts), Recorder()
+    chunks = exchanges_of(chain, layout, routing_map, 3, recorder.monitor)
+
+    def fail(*_: Any) -> torch.Tensor:
+        raise ValueError("out of memory")
+
+    with recorder:
+        rows, probs, ids = make_inputs(
+            make_exchange(chain, layout, routing_map, 1, recorder), routing_map
+        )
+        assert ids is not None
+        with pytest.raises(ValueError, match="out of memory"):
+            run_pipeline(chunks, rows * 1, probs * 1, ids, fail)
+        del chunks, rows, probs, ids
+    assert recorder.findings == []

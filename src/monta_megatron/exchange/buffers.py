@@ -290,8 +290,6 @@ class Buffers:
             if buffer.release is Release.LAST_READ and buffer.last_read == operation.number:
                 self._messages.pop(number, None)
                 self._columns.pop(number, None)
-                if number == 0:
-                    self._slices.clear()
 
     def _of_chunk(
         self, number: int, position: int, chunk: int

@@ -159,13 +159,13 @@ class CountTable:
         if is_fused(self.kernels, device.type):
             from monta_megatron.exchange.kernels.count_routing import count_routing as count
         sent = count(routing_map_TE, self.num_blocks, parts, self.by_block)
-        # Two columns of int32 each, the low half first.
-        packed = received_rows << 32 | num_tokens
-        tokens, said = (
+        # The head, see `chains.counts`: 64 bits make two columns of int32, the low half first.
+        counted, of_choice = (
             torch.full((1,), value, dtype=torch.int64, device=device).view(torch.int32)
-            for value in (packed, head)
+            for value in (received_rows << 32 | num_tokens, head)
         )
-        most_experts = sent.pop("most experts", tokens[:1])
+        # Nobody reads this column where no chain's rows are tokens.
+        most_experts = sent.pop("most experts", counted[:1])
 
         # All ranks of a node, or of an EP rank, get the same message.
         num_nodes = layout.num_nodes if "node" in parts else 1
@@ -173,7 +173,7 @@ class CountTable:
         num_ranks = len(layout.nodes)
         # [nodes, ranks of a node, B, columns]
         shape = num_nodes, num_ranks // num_nodes, self.num_blocks, -1
-        sections = [column.expand(shape) for column in (tokens, most_experts, said)]
+        sections = [column.expand(shape) for column in (counted, most_experts, of_choice)]
         for name in self.sizes:
             groups = num_groups.get(name, layout.ep)
             # [B, groups * columns] -> [groups, 1, B, columns] -> [groups, ranks, B, columns]

@@ -6,6 +6,7 @@ schedule may free them once the pass returns. See `chains.lower`.
 Notation: N = source rows, M = expert rows, H = hidden size, W = most experts of any token.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,8 @@ class Execution:
         bound: the program of the pass with this micro-batch's rows.
         groups: the process group for every group name of the chain.
         num_issued: operations issued so far.
-        works: by number of a collective, its torch works; emptied once the host has waited.
+        works: by number of a collective, its torch works; `Streams.ready` empties the list once
+            the host has waited.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Execution:
             from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 
             self._run = FUSED_OPERATIONS
+        self._abandoned: weakref.finalize[..., Execution] | None = None
         errors.UNDER_WAY.add(self)
 
     def fork(self) -> None:
@@ -92,6 +95,9 @@ class Execution:
         """Fork and issue operations up to the first collective; the caller continues."""
         self.fork()
         self._issue_all(self.bound.program.operations[: self.bound.program.num_at_start])
+        # Of a caller that fails before `finish`.
+        self._abandoned = weakref.finalize(self, self._streams.abandon, self.works)
+        self._abandoned.atexit = False
 
     def go_on(self) -> None:
         """Issue the remaining operations; the caller's stream is current before and after."""
@@ -104,6 +110,8 @@ class Execution:
         for number in program.waits_at_end:
             self._wait(number)
         self._streams.join()
+        if self._abandoned is not None:
+            self._abandoned.detach()
         return self.buffers.columns(program.output)
 
     def _issue_all(self, issued: Sequence[Operation]) -> None:
@@ -118,17 +126,23 @@ class Execution:
                         self._issue(operation)
                 else:
                     self._issue(operation)
+        except BaseException:
+            self._streams.abandon(self.works)
+            raise
         finally:
             self._streams.leave()
 
     def _issue(self, operation: Operation) -> None:
         for number in operation.waits:
             self._wait(number)
-        works = None
+        is_collective = operation.is_collective
+        if is_collective:
+            # Allocated first: running out of memory is no failure of the exchange.
+            self.buffers.messages(operation.writes[0])
         try:
             works = self._run[operation.kind](self.buffers, operation)
         except RuntimeError as error:
-            if not operation.is_collective:
+            if not is_collective:
                 raise
             raise errors.failure(self, operation, error) from error
         number = operation.number

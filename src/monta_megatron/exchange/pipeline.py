@@ -3,13 +3,21 @@
 Each chunk is an exchange of its own, with its own passes and expert rows; `chains.pipelined_layer`
 gives the order of steps.
 
-The start of a pass and the wait for it are nodes of the autograd graph, created in this order. The
-engine runs the ready node created last, so backward is the mirror image: the transpose of a start
-waits for the pass started by the transpose of the wait. The engine sums a parameter's gradients
-over all chunks before its hooks run, once.
+The start of a pass and the wait for it are nodes of the autograd graph, created in this order:
 
-Empty tensors connect nodes that only impose an order: rows are in tensors of all chunks, and each
-pass reads and writes its slice.
+    step           forward                    node       backward
+    start first    dispatch starts            _Step      dispatch's backward is waited for
+    end first      dispatch is waited for     _Arrive    dispatch's backward starts
+    experts        run                        theirs     run
+    start second   combine starts             _Leave     combine's backward is waited for
+    end second     combine is waited for      _Step      combine's backward starts
+
+The engine runs the ready node created last, so backward is the mirror image, with collectives in
+the same order on every rank (tests/unit/test_pipeline_streams.py holds it to that). It sums a
+parameter's gradients over all chunks before its hooks run, once.
+
+Nodes that only impose an order are linked by empty tensors: rows are in tensors of all chunks, and
+each pass reads and writes its slice.
 
 Notation: C = number of chunks, T = tokens of this rank, H = hidden size, W = most experts of any
 token, N = rows of a chunk for the local experts.
@@ -76,31 +84,31 @@ def run_pipeline(
     pipeline = _Pipeline(chunks)
     wait = getattr(experts, "wait", None)
     entered = _Enter.apply(pipeline, rows_TH.contiguous(), probs_TW.contiguous(), ids_TW)
-    # Result of the latest step of each chunk.
-    tokens: list[Any] = [entered] * len(chunks)
+    # Output of the latest node of each chunk: an empty tensor, or what the experts get and give.
+    links: list[Any] = [entered] * len(chunks)
 
     def compute(chunk: int) -> torch.Tensor:
-        rows_NH, probs_N = tokens[chunk]
+        rows_NH, probs_N = links[chunk]
         return experts(rows_NH, pipeline.tokens_per_expert(chunk), probs_N)
 
     def without_tensors(step: Callable[[int], object], back: Callable[[int], object]) -> Any:
-        return lambda chunk: _Step.apply(step, back, chunk, tokens[chunk])
+        return lambda chunk: _Step.apply(step, back, chunk, links[chunk])
 
     steps: dict[LayerStep, Callable[[int], Any]] = {
         "start first": without_tensors(
             partial(pipeline.start, DISPATCH), partial(pipeline.finish, DISPATCH_BACKWARD)
         ),
-        "end first": lambda chunk: _Arrive.apply(pipeline, chunk, tokens[chunk]),
+        "end first": lambda chunk: _Arrive.apply(pipeline, chunk, links[chunk]),
         "start experts": compute,
-        "end experts": lambda chunk: tokens[chunk] if wait is None else wait(tokens[chunk]),
-        "start second": lambda chunk: _Leave.apply(pipeline, chunk, tokens[chunk]),
+        "end experts": lambda chunk: links[chunk] if wait is None else wait(links[chunk]),
+        "start second": lambda chunk: _Leave.apply(pipeline, chunk, links[chunk]),
         "end second": without_tensors(
             partial(pipeline.finish, COMBINE), partial(pipeline.start, COMBINE_BACKWARD)
         ),
     }
     for step, chunk in pipelined_steps(len(chunks), in_background=wait is not None):
-        tokens[chunk] = steps[step](chunk)
-    return _Exit.apply(pipeline, *tokens)
+        links[chunk] = steps[step](chunk)
+    return _Exit.apply(pipeline, *links)
 
 
 class _Pipeline:
@@ -111,7 +119,7 @@ class _Pipeline:
         ends = [0]
         for chunk in chunks:
             ends.append(ends[-1] + int(chunk.bound.num_source_rows))
-        self._tokens = [slice(*bounds) for bounds in pairwise(ends)]
+        self._slices = [slice(*bounds) for bounds in pairwise(ends)]
         self._under_way: dict[tuple[str, int], Execution] = {}
         # Inputs and outputs of all chunks, by pass.
         self.sources: dict[str, Columns] = {}
@@ -131,13 +139,13 @@ class _Pipeline:
         """
         output = None
         if columns is None:
-            columns = _of_tokens(self.sources[pass_.name], self._tokens[chunk])
+            columns = _of_tokens(self.sources[pass_.name], self._slices[chunk])
         else:
             # Allocate before the first of these passes forks its streams: memory allocated later
             # may have been in use after the fork.
             if pass_.name not in self._results:
                 self._results[pass_.name] = self._empty_like(columns)
-            output = _of_tokens(self._results[pass_.name], self._tokens[chunk])
+            output = _of_tokens(self._results[pass_.name], self._slices[chunk])
         execution = Execution(self._chunks[chunk], pass_, columns, output)
         if output is not None:
             # This pass comes after the experts; remaining operations of other passes must not.
@@ -156,7 +164,7 @@ class _Pipeline:
         return self._results.pop(pass_.name)
 
     def _empty_like(self, columns: Columns) -> Columns:
-        num_tokens, probs = self._tokens[-1].stop, columns.probs
+        num_tokens, probs = self._slices[-1].stop, columns.probs
         width = self._chunks[0].max_experts_per_token
         return Columns(
             rows=columns.rows.new_empty(num_tokens, columns.rows.shape[1]),

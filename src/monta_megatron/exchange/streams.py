@@ -21,7 +21,9 @@ differs (`chains.lower`).
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +55,13 @@ class Streams:
 
     def join(self) -> None:
         """Make the caller's stream wait for everything issued on the side streams."""
+
+    def abandon(self, works: Mapping[int, list[torch.distributed.Work]]) -> None:
+        """Let memory of a pass that will not end be freed behind its last use.
+
+        Args:
+            works: of all collectives, by number.
+        """
 
     def enter(self, stream: int) -> None:
         """Issue the following operations on a side stream."""
@@ -104,6 +113,14 @@ class CudaStreams(Streams):
     def join(self) -> None:
         for stream in self._streams:
             self._caller.wait_stream(stream)
+
+    def abandon(self, works: Mapping[int, list[torch.distributed.Work]]) -> None:
+        self.leave()
+        # Waiting for a collective that failed raises, and it uses no memory any more.
+        with suppress(RuntimeError):
+            for work in chain.from_iterable(works.values()):
+                work.wait()
+        self.join()
 
     def enter(self, stream: int) -> None:
         self._set(self._streams[stream])

@@ -151,12 +151,6 @@ def test_more_bytes_take_more_chunks() -> None:
     assert chunks == sorted(chunks) and chunks[0] == 1 and chunks[-1] == 8
 
 
-def test_more_chunks_can_be_asked_for_than_are_searched() -> None:
-    """A chunk of tokens is made of whole blocks, so there have to be enough of them."""
-    found = plan(shape_of(16), A800, chains=("hierarchical_alltoall",), num_chunks=(16,))
-    assert found.num_chunks == 16
-
-
 @no_margin
 def test_the_margin_goes_to_the_plainer_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     strict = plan(shape_of(16), A800)
