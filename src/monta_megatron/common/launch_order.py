@@ -23,7 +23,10 @@ def versions() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if runtime is None or not (torch.accelerator.is_available() and dist.is_nccl_available()):
         return None
     driver = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
+    except OSError:
+        return None
     # 12030 is 12.3.
     of_driver = divmod(driver.value // 10, 100)
     return torch.cuda.nccl.version(), min(tuple(map(int, runtime.split(".")[:2])), of_driver)

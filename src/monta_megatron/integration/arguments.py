@@ -129,6 +129,11 @@ def check_config(config: Any) -> None:
         Layout(ep=ep_size, etp=etp_size, num_local_experts=1, rank=0, nodes=one_node),
     )
     # Megatron checks its arguments before it makes a process group.
+    settle_launch_order()
+
+
+def settle_launch_order() -> None:
+    """Set NCCL's launch order where that is still possible, and say what is in force."""
     note = set_launch_order()
     if note is not None and is_first_rank():
         _say(note)

@@ -8,7 +8,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from monta_megatron.integration.arguments import is_monta, refuse, seen_as_alltoall
+from monta_megatron.integration.arguments import (
+    is_monta,
+    refuse,
+    seen_as_alltoall,
+    settle_launch_order,
+)
 from monta_megatron.integration.ranks import add_layer
 
 
@@ -55,6 +60,9 @@ def build_with_monta(
             "layer spec, since Megatron's schedule would free what the experts have saved; set "
             "moe_token_dispatcher_type to 'monta' instead"
         )
+    if not is_monta(config):
+        # Megatron has checked no option of ours, and has made its groups.
+        settle_launch_order()
     groups = kwargs["pg_collection"] = kwargs.get("pg_collection") or get_default_pg_collection()
     with seen_as_alltoall(config):
         construct(layer, config, *args, **kwargs)
