@@ -17,6 +17,7 @@ import time
 import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -715,24 +716,24 @@ def failure_of_step(case: Case, layer: Any) -> tuple[str, float]:
 
 def die_in_dispatch(case: Case, num_chunks: int, victim: int, stops: bool) -> tuple[str, float]:
     """One rank is killed, or stops, between two chunks; what the others say, and after how long."""
-    from monta_megatron.exchange import operations
+    from monta_megatron.exchange import errors, operations
 
     layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     forward_backward(case, layer)
     original = operations.OPERATIONS
 
-    def alltoall(state: Any, operation: Any) -> Any:
+    def alltoall(buffers: Any, operation: Any) -> Any:
         if operation.chunk == 1 and dist.get_rank() == victim:
             # What it has started before reaches the others.
-            for works in state.works.values():
-                for work in works:
+            for each in errors.UNDER_WAY:
+                for work in chain.from_iterable(each.works.values()):
                     work.wait()
             if stops:
                 later_s = float(os.environ["POOL_GROUP_LIMIT_S"]) + 3
                 subprocess.Popen(["sh", "-c", f"sleep {later_s}; kill -KILL {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGKILL)
-        return original["alltoall"](state, operation)
+        return original["alltoall"](buffers, operation)
 
     with mock.patch.object(operations, "OPERATIONS", {**original, "alltoall": alltoall}):
         return failure_of_step(case, layer)
