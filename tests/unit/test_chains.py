@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monta_megatron.chains import CHAINS, BoundChain, Counts
-from monta_megatron.chains.chain import expert_order, first_blocks, order_of_issue, split
+from monta_megatron.chains.chain import first_blocks, order_of_issue, split
 from monta_megatron.chains.lower import lower, pipeline_offsets
 from monta_megatron.chains.program import COMBINE, Policy, RowFormat
 from monta_megatron.chains.stage_operations import parts_per_sum
 from monta_megatron.chains.stages import AllGather, AllToAll, Segments
+from monta_megatron.chains.token_stages import expert_order
 from monta_megatron.core import Layout
 
 CHAIN = CHAINS["alltoall_allgather"]

@@ -8,8 +8,10 @@ go to most ranks anyway. Its transpose sums a token's partial sums over all rank
 Notation: C = number of chunks, S = source ranks.
 """
 
-from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
-from monta_megatron.chains.counts import (
+from monta_megatron.chains.chain import Chain, ChainCounts
+from monta_megatron.chains.counts import TokenCounts
+from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
+from monta_megatron.chains.token_stages import (
     ORDER,
     SPLIT,
     TO_EXPERTS,
@@ -18,7 +20,6 @@ from monta_megatron.chains.counts import (
     bind_split,
     by_chunk,
 )
-from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.core import Layout
 
 GATHER = AllGather(name="allgather", group="tp_ep")

@@ -8,8 +8,10 @@ one partial sum per (token, rank): one hop.
 Notation: C = number of chunks, E = EP ranks.
 """
 
-from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
-from monta_megatron.chains.counts import (
+from monta_megatron.chains.chain import Chain, ChainCounts
+from monta_megatron.chains.counts import TokenCounts
+from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
+from monta_megatron.chains.token_stages import (
     ORDER,
     SPLIT,
     TO_EXPERTS,
@@ -20,7 +22,6 @@ from monta_megatron.chains.counts import (
     bind_split,
     by_chunk,
 )
-from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
 from monta_megatron.core import Layout
 
 EXCHANGE = AllToAll(name="alltoall", group="ep")

@@ -2,15 +2,14 @@
 
 Dispatch applies the chain to the rows, and combine applies its transpose; the backward pass of
 dispatch is the transpose again, and that of combine the chain. So one description serves all four
-passes. Rows are split into chunks along tokens; every chunk scatters its rows into stock's order.
-No torch.
+passes. A chunk is a run of each rank's token blocks, or, where rows are permuted tokens, a share of
+every expert's rows; every chunk scatters its rows into stock's order. No torch.
 
-Notation: C = number of chunks, B = number of token blocks, S = source ranks, EP = expert parallel
-size, ETP = expert tensor parallel size, L = local experts per EP rank.
+Notation: C = number of chunks, B = number of token blocks, L = local experts per EP rank.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Literal, Protocol, TypeAlias
 
@@ -75,26 +74,9 @@ def starts_of(lengths: RowCounts) -> RowCounts:
     return (np.cumsum(flat) - flat).reshape(lengths.shape)
 
 
-def expert_order(
-    runs_CLS: RowCounts, source_order_S: NDArray[np.int64]
-) -> tuple[RowCounts, RowCounts]:
-    """Scatter map of each chunk's rows into stock's order on the expert side.
-
-    Args:
-        runs_CLS: rows of each chunk in its own order: by expert, then by source.
-        source_order_S: indices of the sources in stock's order, (ETP rank, EP rank).
-
-    Returns:
-        Lengths and starts, [C, L * S], of runs whose order in the tensor is (expert, source in
-        stock's order, chunk).
-    """
-    # [C, L, S] -> [L, S in stock's order, C], laid end to end, and back
-    starts_CLS = starts_of(runs_CLS[..., source_order_S].transpose(1, 2, 0)).transpose(2, 0, 1)
-    starts_CLS = starts_CLS[..., np.argsort(source_order_S)]
-    return runs_CLS.reshape(len(runs_CLS), -1), starts_CLS.reshape(len(runs_CLS), -1)
-
-
 Rows: TypeAlias = Literal["permuted tokens", "tokens"]
+# (pipeline offsets of the stages, C) -> (stage, iteration) in the order of issue. It is always
+# `order_of_issue`, except in benchmarks/ablation.py.
 Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
 
 
@@ -109,96 +91,6 @@ class ChainCounts(Protocol):
 
     def rows_per_local_expert(self, stages: "Sequence[BoundStage]") -> RowCounts:
         """[L] rows on the expert side of the bound stages."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Counts of token-expert pairs, for the chains whose rows are permuted tokens.
-
-    Counts are integers at run time, and expected values (floats) in the planner.
-
-    Attributes:
-        sent: [EP, L] rows of this rank for each expert, by the expert's EP rank.
-        received: [ETP, EP, L] rows from every source rank for each expert of this EP rank.
-    """
-
-    sent: RowCounts
-    received: RowCounts
-
-    def check_chunks(self, num_chunks: int) -> None:
-        """See `ChainCounts`: any number, as rows are split one by one."""
-
-    def num_source_rows(self, rank: int) -> float:
-        """See `ChainCounts`."""
-        rows: float = self.sent.sum().item()
-        return rows
-
-    def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
-        """See `ChainCounts`."""
-        rows: RowCounts = self.received.sum(axis=(0, 1))
-        return rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenCounts:
-    """Counts by token block, for the chains whose rows are tokens.
-
-    "For" a rank or a node means tokens with at least one expert there. Counts that the chain does
-    not need are None.
-
-    Attributes:
-        tokens: [S, B] tokens of every source.
-        experts: [S, B, L] token-expert pairs of every source for each expert of this rank.
-        sent_to_ranks: [B, EP] tokens of this rank for each EP rank.
-        for_rank: [S, B] tokens of every source for this rank.
-        sent_to_nodes: [B, nodes] tokens of this rank for each node.
-        for_node: [S, B] tokens of every source for this node.
-        for_node_ranks: [S, B, R] tokens of every source for each rank of this node.
-    """
-
-    tokens: RowCounts
-    experts: RowCounts
-    sent_to_ranks: RowCounts | None = None
-    for_rank: RowCounts | None = None
-    sent_to_nodes: RowCounts | None = None
-    for_node: RowCounts | None = None
-    for_node_ranks: RowCounts | None = None
-
-    def check_chunks(self, num_chunks: int) -> None:
-        """See `ChainCounts`: a chunk consists of whole blocks."""
-        num_blocks = self.tokens.shape[1]
-        if num_chunks > num_blocks:
-            raise ValueError(
-                f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
-                f"{num_blocks}"
-            )
-
-    def num_source_rows(self, rank: int) -> float:
-        """See `ChainCounts`."""
-        rows: float = self.tokens[rank].sum().item()
-        return rows
-
-    def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
-        """See `ChainCounts`: the last stage but one has copies for each expert, [C, L]."""
-        rows: RowCounts = stages[-2].receive.sum(axis=0)
-        return rows
-
-    def of_blocks(self, first: int, end: int) -> "TokenCounts":
-        """Counts of the token blocks from `first` to before `end`."""
-
-        def cut(counts: RowCounts | None, axis: int) -> RowCounts | None:
-            return None if counts is None else counts.take(range(first, end), axis=axis)
-
-        return replace(
-            self,
-            tokens=self.tokens[:, first:end],
-            experts=self.experts[:, first:end],
-            sent_to_ranks=cut(self.sent_to_ranks, 0),
-            for_rank=cut(self.for_rank, 1),
-            sent_to_nodes=cut(self.sent_to_nodes, 0),
-            for_node=cut(self.for_node, 1),
-            for_node_ranks=cut(self.for_node_ranks, 1),
-        )
 
 
 def order_of_issue(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
@@ -226,7 +118,8 @@ class Chain:
         name: as in options, such as "alltoall_allgather".
         rows: a row of the source side: a permuted token, by Megatron's own permutation, or a token,
             which is copied for the parts that it goes to.
-        stages: applied left to right by dispatch, transposed right to left by combine.
+        stages: applied left to right by dispatch, transposed right to left by combine. A chain of
+            tokens ends with a `Duplicate` per expert and a `Permute`.
         bind_stages: (layout, counts, num_chunks) -> the stages with their rows.
         incompatibility: why the chain cannot run on a layout, or None if it can.
         serial: the chain runs in one chunk.

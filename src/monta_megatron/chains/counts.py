@@ -1,4 +1,4 @@
-"""Counts of an exchange: the columns of its messages, and token counts by block.
+"""Counts of an exchange: what a chain is bound to, and the columns of the messages they arrive in.
 
 A rank counts tokens by expert, and by the parts that the chains copy tokens for, in each block. It
 sends every rank one message of int32, all of the same size, with these columns for each block:
@@ -11,30 +11,17 @@ sends every rank one message of int32, all of the same size, with these columns 
     for_node_ranks       for each rank of its node
 
 Columns of parts exist only if one of the chains copies tokens for those parts. If no chain's rows
-are tokens, there is one block. Chains whose rows are tokens share the split of tokens into chunks
-and their order for the experts.
+are tokens, there is one block. No torch.
 
-Notation: C = number of chunks, B = token blocks, S = source ranks, P = parts, N = nodes, L = local
-experts.
+Notation: B = token blocks, S = source ranks, EP = expert parallel size, ETP = expert tensor
+parallel size, L = local experts per EP rank, R = ranks of a node.
 """
 
 from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from monta_megatron.chains.chain import Chain, TokenCounts, expert_order, first_blocks, starts_of
-from monta_megatron.chains.stages import (
-    AllToAll,
-    BoundStage,
-    Duplicate,
-    ExpertRange,
-    Permute,
-    RowCounts,
-    Segments,
-)
+from monta_megatron.chains.chain import Chain
+from monta_megatron.chains.stages import BoundStage, RowCounts
 from monta_megatron.core import Layout
 
 # Columns of `head`; the choice has two.
@@ -43,6 +30,96 @@ HEAD_SIZE = 5
 # token, which are fewer than a row of the routing map has bytes. The host sums over ranks in int64.
 COUNT_BYTES = 4
 MOST_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Counts of token-expert pairs, for the chains whose rows are permuted tokens.
+
+    Counts are integers at run time, and expected values (floats) in the planner.
+
+    Attributes:
+        sent: [EP, L] rows of this rank for each expert, by the expert's EP rank.
+        received: [ETP, EP, L] rows from every source rank for each expert of this EP rank.
+    """
+
+    sent: RowCounts
+    received: RowCounts
+
+    def check_chunks(self, num_chunks: int) -> None:
+        """See `ChainCounts`: any number, as rows are split one by one."""
+
+    def num_source_rows(self, rank: int) -> float:
+        """See `ChainCounts`."""
+        rows: float = self.sent.sum().item()
+        return rows
+
+    def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
+        """See `ChainCounts`."""
+        rows: RowCounts = self.received.sum(axis=(0, 1))
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """Counts by token block, for the chains whose rows are tokens.
+
+    "For" a rank or a node means tokens with at least one expert there. Counts that the chain does
+    not need are None.
+
+    Attributes:
+        tokens: [S, B] tokens of every source.
+        experts: [S, B, L] token-expert pairs of every source for each expert of this rank.
+        sent_to_ranks: [B, EP] tokens of this rank for each EP rank.
+        for_rank: [S, B] tokens of every source for this rank.
+        sent_to_nodes: [B, nodes] tokens of this rank for each node.
+        for_node: [S, B] tokens of every source for this node.
+        for_node_ranks: [S, B, R] tokens of every source for each rank of this node.
+    """
+
+    tokens: RowCounts
+    experts: RowCounts
+    sent_to_ranks: RowCounts | None = None
+    for_rank: RowCounts | None = None
+    sent_to_nodes: RowCounts | None = None
+    for_node: RowCounts | None = None
+    for_node_ranks: RowCounts | None = None
+
+    def check_chunks(self, num_chunks: int) -> None:
+        """See `ChainCounts`: a chunk consists of whole blocks."""
+        num_blocks = self.tokens.shape[1]
+        if num_chunks > num_blocks:
+            raise ValueError(
+                f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
+                f"{num_blocks}"
+            )
+
+    def num_source_rows(self, rank: int) -> float:
+        """See `ChainCounts`."""
+        rows: float = self.tokens[rank].sum().item()
+        return rows
+
+    def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
+        """See `ChainCounts`: the last stage but one copies rows per expert; see `Chain`."""
+        rows: RowCounts = stages[-2].receive.sum(axis=0)
+        return rows
+
+    def of_blocks(self, first: int, end: int) -> "TokenCounts":
+        """Counts of the token blocks from `first` to before `end`."""
+
+        def cut(counts: RowCounts | None, axis: int) -> RowCounts | None:
+            return None if counts is None else counts.take(range(first, end), axis=axis)
+
+        return replace(
+            self,
+            tokens=self.tokens[:, first:end],
+            experts=self.experts[:, first:end],
+            sent_to_ranks=cut(self.sent_to_ranks, 0),
+            for_rank=cut(self.for_rank, 1),
+            sent_to_nodes=cut(self.sent_to_nodes, 0),
+            for_node=cut(self.for_node, 1),
+            for_node_ranks=cut(self.for_node_ranks, 1),
+        )
 
 
 def part_sizes(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
@@ -77,112 +154,3 @@ def message_size(chains: Sequence[Chain], layout: Layout, num_blocks: int) -> in
     """Integers that a rank sends to each rank, for `num_blocks` token blocks."""
     blocks = num_counted_blocks(chains, num_blocks)
     return blocks * sum(message_columns(chains, layout).values())
-
-
-SPLIT = Permute(name="split")
-TO_NODES = Duplicate(name="copy per node", part="node")
-TO_RANKS = Duplicate(name="copy per rank", part="rank")
-RAIL_EXCHANGE = AllToAll(name="alltoall between nodes", group="rail")
-TO_EXPERTS = Duplicate(name="copy per expert", part="expert")
-ORDER = Permute(name="order")
-
-
-def by_chunk(blocks: RowCounts, num_chunks: int, axis: int) -> RowCounts:
-    """Sum the blocks of each chunk: [..., B, ...] -> [..., C, ...] along `axis`."""
-    starts_C = first_blocks(blocks.shape[axis], num_chunks)
-    return np.add.reduceat(blocks, starts_C, axis=axis)
-
-
-def bind_split(layout: Layout, counts: TokenCounts, num_chunks: int) -> BoundStage:
-    """The tokens of each chunk: one run of this rank's tokens."""
-    tokens_C1 = by_chunk(counts.tokens[layout.rank], num_chunks, axis=0)[:, None]
-    segments = Segments(num_runs=1, find_runs=lambda: (tokens_C1, starts_of(tokens_C1)))
-    return BoundStage(stage=SPLIT, send=tokens_C1, receive=tokens_C1, segments=segments)
-
-
-def bind_copies(
-    stage: Duplicate, rows_C: RowCounts, copies_CP: RowCounts, parts: ExpertRange
-) -> BoundStage:
-    """A `Duplicate` of rows into copies for each part."""
-    return BoundStage(stage=stage, send=rows_C[:, None], receive=copies_CP, parts=parts)
-
-
-def bind_node_exchange(
-    layout: Layout, counts: TokenCounts, num_chunks: int
-) -> tuple[BoundStage, BoundStage, BoundStage]:
-    """One copy of a token per node, sent along the rail: the first half of both hierarchies.
-
-    The rail joins the ranks that have the same position on their nodes, in the order of the nodes.
-    """
-    assert counts.sent_to_nodes is not None and counts.for_node is not None
-    split = bind_split(layout, counts, num_chunks)
-    sent_CN = by_chunk(counts.sent_to_nodes, num_chunks, axis=0)
-    of_rail_NB = counts.for_node[layout.position :: layout.ranks_per_node]
-    received_CN = by_chunk(of_rail_NB, num_chunks, axis=1).T
-    parts = ExpertRange(
-        first=0, size=layout.num_experts // layout.num_nodes, num_parts=layout.num_nodes
-    )
-    return (
-        split,
-        bind_copies(TO_NODES, split.receive[:, 0], sent_CN, parts),
-        BoundStage(stage=RAIL_EXCHANGE, send=sent_CN, receive=received_CN),
-    )
-
-
-class Arrival(NamedTuple):
-    """Order of the source ranks in a chunk; the same for all micro-batches.
-
-    Attributes:
-        sources: [S] source ranks in the order of their tokens.
-        stock_order: [S] indices into `sources`, in stock's order: by ETP rank, then EP rank.
-    """
-
-    sources: NDArray[np.int64]
-    stock_order: NDArray[np.int64]
-
-
-@cache
-def arrival(num_sources: int, etp: int, ranks_per_node: int = 1) -> Arrival:
-    """Order of arrival: by rail, then by node, which is rank order where nodes have one rank.
-
-    It is the order in which the ranks of a node exchange what they received along their rails.
-    """
-    sources = np.arange(num_sources).reshape(-1, ranks_per_node).T.ravel()
-    # Ranks are numbered with ETP fastest.
-    ep_ranks, etp_ranks = np.divmod(sources, etp)
-    return Arrival(sources, np.lexsort((ep_ranks, etp_ranks)))
-
-
-def bind_experts(
-    layout: Layout, counts: TokenCounts, arrived: BoundStage, order: Arrival
-) -> tuple[BoundStage, BoundStage]:
-    """The copies for the local experts, and their scatter map into stock's order.
-
-    Args:
-        layout: this rank's place.
-        counts: by token block.
-        arrived: the last collective of the chain.
-        order: source ranks in the order of arrival.
-    """
-    rows_C = arrived.receive.sum(axis=1)
-    pairs_SCL = by_chunk(counts.experts, len(rows_C), axis=1)
-    experts = ExpertRange(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
-    copies_CL = pairs_SCL.sum(axis=0)
-    copies_C1 = copies_CL.sum(axis=1)[:, None]
-
-    def find_runs() -> tuple[RowCounts, RowCounts]:
-        # [S, C, L] -> [S in order of arrival, C, L] -> [C, L, S], the order of a chunk's copies
-        runs_CLS = pairs_SCL[order.sources].transpose(1, 2, 0)
-        return expert_order(runs_CLS, order.stock_order)
-
-    return (
-        bind_copies(TO_EXPERTS, rows_C, copies_CL, experts),
-        BoundStage(
-            stage=ORDER,
-            send=copies_C1,
-            receive=copies_C1,
-            segments=Segments(
-                num_runs=len(order.sources) * layout.num_local_experts, find_runs=find_runs
-            ),
-        ),
-    )

@@ -9,8 +9,10 @@ node and one per (token, node) between nodes: two hops.
 Notation: C = number of chunks, S = source ranks, R = ranks per node.
 """
 
-from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
-from monta_megatron.chains.counts import (
+from monta_megatron.chains.chain import Chain, ChainCounts
+from monta_megatron.chains.counts import TokenCounts
+from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
+from monta_megatron.chains.token_stages import (
     ORDER,
     RAIL_EXCHANGE,
     SPLIT,
@@ -21,7 +23,6 @@ from monta_megatron.chains.counts import (
     bind_node_exchange,
     by_chunk,
 )
-from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.core import Layout
 
 GATHER = AllGather(name="allgather in node", group="node")

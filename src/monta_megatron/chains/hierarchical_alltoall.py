@@ -10,8 +10,10 @@ Notation: C = number of chunks, S = source ranks, R = ranks per node, r = the ra
 """
 
 from monta_megatron.chains.alltoall_dedup import incompatibility as incompatibility_of_dedup
-from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
-from monta_megatron.chains.counts import (
+from monta_megatron.chains.chain import Chain, ChainCounts
+from monta_megatron.chains.counts import TokenCounts
+from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
+from monta_megatron.chains.token_stages import (
     ORDER,
     RAIL_EXCHANGE,
     SPLIT,
@@ -24,7 +26,6 @@ from monta_megatron.chains.counts import (
     bind_node_exchange,
     by_chunk,
 )
-from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
 from monta_megatron.core import Layout
 
 EXCHANGE = AllToAll(name="alltoall in node", group="node")

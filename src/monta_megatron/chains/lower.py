@@ -4,13 +4,15 @@ Order of issue: chunk i + 1's first collective has started before chunk i's seco
 for, in every pass. Collectives are issued in the same order on every rank, whatever the data: a
 chunk without rows is sent too.
 
-Chunk buffers form a ring of W slots; W is the smallest ring that adds no wait to the launch queue:
-the readers of a slot are waited for before the operation that overwrites it is issued. On the
-device that operation may still start later than with a buffer of its own; the planner prices that.
-On CPU ranks there is no ring, and a buffer is released after its last read.
+Chunk buffers form a ring of W slots. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one
+hardware queue, the launch queue: a wait that is issued earlier than needed holds up everything
+behind it, whatever its stream. So W is the smallest ring that adds no wait for a collective to the
+launch queue: the readers of a slot are waited for before the operation that overwrites it is
+issued. On the device that operation may still start later than with a buffer of its own; the
+planner prices that. On CPU ranks there is no ring, and a buffer is released after its last read.
 
-Notation: C = number of chunks, N = stages of the chain, M = buffers of one chunk. Iteration i of
-the loop works on the i-th chunk in the order of the pass.
+Notation: C = number of chunks, N = stages of the chain; K = operations and M = buffers of one
+chunk, counted by k and m. Iteration i of the loop works on the i-th chunk in the order of the pass.
 """
 
 from collections.abc import Sequence
@@ -51,7 +53,7 @@ def lower(
         row: the sizes of a row's values.
         max_experts_per_token: W; see `BoundProgram`.
         policy: how the program is executed.
-        order: (pipeline offsets of the stages, C) -> (stage, iteration) in the order of issue.
+        order: the order of issue; not the default only in benchmarks/ablation.py.
     """
     # On the host's critical path, four times per layer and micro-batch: one lookup with a key that
     # is cheap to hash.
@@ -94,50 +96,55 @@ def pipeline_offsets(
 def _structure(
     shape: ChainShape, pass_: Pass, row: RowFormat, policy: Policy, order: Order
 ) -> Program:
-    num_chunks, num_stages = shape.num_chunks, len(shape.stages)
+    num_chunks = shape.num_chunks
     # Step 1: operations and buffers of one chunk, stage by stage.
     stages = shape.stages[::-1] if pass_.transpose else shape.stages
     offsets = pipeline_offsets(stages, shape.crossing_groups, policy)
-    chunk = operations_of_chunk(shape, offsets, pass_, row, is_fused=policy == "fused")
+    builder = operations_of_chunk(shape, offsets, pass_, row, is_fused=policy == "fused")
 
-    # Step 2: the order of the chunks. Transposed passes go from the last to the first, the small
-    # one first, unless a single collective is followed by copies alone: they could hide nothing,
-    # and after a small first chunk the large ones would be in memory with the output.
+    # Step 2: the order of the chunks. Nothing hides the copies and sums before the first collective
+    # of a transposed pass, so it goes from the last chunk, the small one, to the first. With a
+    # single collective it does not: only copies follow, which leave little to hide, and after a
+    # small first chunk the large ones would be in memory together with the output.
+    # Collectives are counted as on "streams" under every policy: on CPU ranks ("host") some add no
+    # step, and the chunks would go in another order than on GPUs.
     forward_offsets = pipeline_offsets(shape.stages, shape.crossing_groups, "streams")
     is_reversed = pass_.transpose and forward_offsets[-1] > 1
     chunks = range(num_chunks)[:: -1 if is_reversed else 1]
 
     # Step 3: the order of issue, and with it the operations of all chunks.
-    positions = range(num_stages)[:: -1 if pass_.transpose else 1]
-    by_stage = [[one.series for one in chunk.operations if one.position == at] for at in positions]
+    by_position: list[list[int]] = [[] for _ in stages]
+    for operation in builder.operations:
+        by_position[operation.position].append(operation.series)
+    by_stage = by_position[::-1] if pass_.transpose else by_position
     loop = _unroll(
-        tuple(chunk.operations),
-        tuple([one.chunk is None for one in chunk.buffers]),
-        tuple([one.release is Release.JOIN and policy != "host" for one in chunk.buffers]),
-        tuple([(one, i) for at, i in order(offsets, num_chunks) for one in by_stage[at]]),
+        tuple(builder.operations),
+        tuple([buffer.chunk is None for buffer in builder.buffers]),
+        tuple([buffer.release is Release.JOIN and policy != "host" for buffer in builder.buffers]),
+        tuple([(k, i) for stage, i in order(offsets, num_chunks) for k in by_stage[stage]]),
         chunks,
         policy,
     )
 
     # Step 4: the buffers of all chunks.
     buffers: list[Buffer] = []
-    for at, buffer in enumerate(chunk.buffers):
-        release, ring_size = buffer.release, loop.ring_sizes[at]
+    for m, buffer in enumerate(builder.buffers):
+        release, ring_size = buffer.release, loop.ring_sizes[m]
         if release is Release.JOIN and policy == "host":
             release = Release.LAST_READ
         elif release is Release.JOIN and ring_size < num_chunks:
             release = Release.WINDOW
         buffers += [
             buffer._replace(
-                number=loop.buffers[at][i],
+                number=loop.buffer_numbers[m][i],
                 chunk=None if buffer.chunk is None else chunks[i],
                 release=release,
-                slot=loop.buffers[buffer.slot][i % ring_size],
-                last_read=loop.last_reads[at][i],
+                slot=loop.buffer_numbers[buffer.slot][i % ring_size],
+                last_read=loop.last_reads[m][i],
             )
             for i in range(1 if buffer.chunk is None else num_chunks)
         ]
-    last = loop.writes[chunk.current][-1]
+    last = loop.writes[builder.current][-1]
     trailing = (operation.number for operation in loop.operations if operation.stream > 0)
     return Program(
         pass_=pass_,
@@ -145,7 +152,7 @@ def _structure(
         policy=policy,
         operations=loop.operations,
         buffers=tuple(buffers),
-        output=loop.buffers[chunk.current][0],
+        output=loop.buffer_numbers[builder.current][0],
         waits_at_end=(last,) if last >= 0 and loop.operations[last].is_collective else (),
         num_streams=offsets[-1] + 1,
         num_at_start=next(trailing, len(loop.operations)),
@@ -157,14 +164,14 @@ class _Unrolled(NamedTuple):
 
     Attributes:
         operations: in the order of issue.
-        buffers: [M][C] number of the buffer in each iteration; one number if it holds all chunks.
+        buffer_numbers: [M][C] of the buffer in each iteration; one number if it holds all chunks.
         ring_sizes: [M] W; C where each chunk has a buffer of its own.
         writes: [M][C] operation that writes it, or -1.
         last_reads: [M][C] last operation that reads it, or -1.
     """
 
     operations: tuple[Operation, ...]
-    buffers: list[Sequence[int]]
+    buffer_numbers: list[Sequence[int]]
     ring_sizes: list[int]
     writes: list[list[int]]
     last_reads: list[list[int]]
@@ -173,7 +180,7 @@ class _Unrolled(NamedTuple):
 # Shared by passes and row formats with the same operations.
 @lru_cache(maxsize=512)
 def _unroll(
-    series: tuple[Operation, ...],
+    body: tuple[Operation, ...],
     is_whole: tuple[bool, ...],
     in_ring: tuple[bool, ...],
     issued: tuple[tuple[int, int], ...],
@@ -182,86 +189,95 @@ def _unroll(
 ) -> _Unrolled:
     """Repeat the operations of one chunk for all chunks.
 
+    Worked example: pack (buffer 0 -> 1), alltoall (1 -> 2), put (2 -> 3), where put trails by one
+    step. Two chunks are issued as pack 0, alltoall 0, pack 1, alltoall 1, put 0, put 1: `numbers`
+    is [[0, 2], [1, 3], [4, 5]], `buffer_numbers` is [[0, 0], [1, 2], [3, 4], [5, 5]], put 0 waits
+    for operation 1. Of three chunks pack 2 is operation 5, after put 0, so that two slots are
+    enough for buffer 1: pack 2 overwrites the slot of pack 0, and waits for alltoall 0, its reader.
+
     Args:
-        series: operations of one chunk.
+        body: K operations of one chunk; `series` is the index here.
         is_whole: [M] whether a buffer holds the rows of all chunks.
         in_ring: [M] whether a buffer may be a slot of a ring.
-        issued: (series, iteration) in the order of issue.
+        issued: (k, iteration) in the order of issue.
         chunks: [C] in the order of the pass.
         policy: how the program is executed.
     """
-    num_chunks, none = len(chunks), [-1] * len(chunks)
-    # Step 1: numbers of operations by series and iteration, and of buffers.
-    numbers = [[-1] * num_chunks for _ in series]
-    for number, (at, i) in enumerate(issued):
-        numbers[at][i] = number
-    buffers: list[Sequence[int]] = []
-    num_buffers = 0
+    num_chunks, num_buffers, none = len(chunks), len(is_whole), [-1] * len(chunks)
+    # Step 1: numbers of operations, [K][C], and of buffers.
+    numbers = [[-1] * num_chunks for _ in body]
+    for number, (k, i) in enumerate(issued):
+        numbers[k][i] = number
+    buffer_numbers: list[Sequence[int]] = []
+    end = 0
     for whole in is_whole:
-        first, num_buffers = num_buffers, num_buffers + (1 if whole else num_chunks)
-        buffers.append([first] * num_chunks if whole else range(first, num_buffers))
+        first, end = end, end + (1 if whole else num_chunks)
+        buffer_numbers.append([first] * num_chunks if whole else range(first, end))
 
-    # Step 2: readers and writers of each buffer.
-    readers = [[one.series for one in series if at in one.reads] for at in range(len(buffers))]
-    writes = [none] * len(buffers)
-    for operation in series:
-        for at in operation.writes:
-            writes[at] = numbers[operation.series]
+    # Step 2: readers (k) of each buffer, and the operations that write it.
+    readers = [[k for k, one in enumerate(body) if m in one.reads] for m in range(num_buffers)]
+    writes = [none] * num_buffers
+    for operation in body:
+        for m in operation.writes:
+            writes[m] = numbers[operation.series]
 
-    # Step 3: the sizes of the rings.
-    ring_sizes = [num_chunks] * len(buffers)
-    for at in range(len(buffers)):
-        if in_ring[at]:
-            # The input of a collective is free once the reader of its output is issued.
-            ends = [
-                numbers[end]
-                for reader in readers[at]
-                for end in (
-                    readers[series[reader].writes[0]] if series[reader].is_collective else [reader]
-                )
+    # Step 3: the sizes of the rings. A copy that reads a slot frees it. The input of a collective
+    # is free once the reader of its output is issued: its stream has waited for the collective.
+    ring_sizes = [num_chunks] * num_buffers
+    for m in range(num_buffers):
+        if in_ring[m]:
+            freed_by = [
+                numbers[freeing]
+                for k in readers[m]
+                for freeing in (readers[body[k].writes[0]] if body[k].is_collective else [k])
             ]
-            ring_sizes[at] = _smallest_ring(writes[at], ends)
+            ring_sizes[m] = _smallest_ring(writes[m], freed_by)
 
     # Step 4: dependencies: the writers of what an operation reads, and the readers of the slots
     # that it overwrites.
-    needs = []
-    for at, i in issued:
-        need = {writes[buffer][i] for buffer in series[at].reads}
-        for buffer in series[at].writes:
-            if ring_sizes[buffer] <= i:
-                need |= {numbers[reader][i - ring_sizes[buffer]] for reader in readers[buffer]}
-        needs.append(need - {-1})
-    waits = waits_of([series[at] for at, _ in issued], needs, policy)
+    dependencies = []
+    for k, i in issued:
+        earlier = {writes[m][i] for m in body[k].reads}
+        for m in body[k].writes:
+            if ring_sizes[m] <= i:
+                earlier |= {numbers[reader][i - ring_sizes[m]] for reader in readers[m]}
+        dependencies.append(earlier - {-1})
+    waits = waits_of([body[k] for k, _ in issued], dependencies, policy)
 
     # Step 5: the operations.
-    operations = [
-        series[at]._replace(
+    operations = []
+    for number, ((k, i), waited) in enumerate(zip(issued, waits, strict=True)):
+        kept = body[k].unrounded
+        operation = body[k]._replace(
             number=number,
             chunk=chunks[i],
-            reads=tuple([buffers[buffer][i] for buffer in series[at].reads]),
-            writes=tuple([buffers[buffer][i] for buffer in series[at].writes]),
+            reads=tuple([buffer_numbers[m][i] for m in body[k].reads]),
+            writes=tuple([buffer_numbers[m][i] for m in body[k].writes]),
+            unrounded=None if kept is None else buffer_numbers[kept][i],
             **waited._asdict(),
         )
-        for number, ((at, i), waited) in enumerate(zip(issued, waits, strict=True))
-    ]
+        operations.append(operation)
     return _Unrolled(
         operations=tuple(operations),
-        buffers=buffers,
+        buffer_numbers=buffer_numbers,
         ring_sizes=ring_sizes,
         writes=writes,
-        last_reads=[numbers[of_buffer[-1]] if of_buffer else none for of_buffer in readers],
+        last_reads=[numbers[read_by[-1]] if read_by else none for read_by in readers],
     )
 
 
-def _smallest_ring(write: Sequence[int], ends: Sequence[Sequence[int]]) -> int:
-    """The smallest ring that adds no wait: a slot is written after all of its ends were issued.
+def _smallest_ring(write: Sequence[int], freed_by: Sequence[Sequence[int]]) -> int:
+    """The smallest ring that adds no wait for a collective to the launch queue.
+
+    A slot is written after all operations that free it were issued, so what they wait for is ahead
+    in the queue already.
 
     Args:
         write: [C] operation that writes the slot.
-        ends: for each reader, [C] operation that is issued once the slot has been read.
+        freed_by: for each reader, [C] operation that is issued once the slot has been read.
     """
     return next(
         size
         for size in range(1, len(write) + 1)
-        if all(end[i - size] < write[i] for end in ends for i in range(size, len(write)))
+        if all(freed[i - size] < write[i] for freed in freed_by for i in range(size, len(write)))
     )

@@ -68,7 +68,11 @@ class Release(Enum):
     JOIN = "join"
     """At the end of the pass, when the caller's stream waits for the side streams."""
     LAST_READ = "last read"
-    """When the last operation that reads it has ended; without a reader, after its own."""
+    """When the last operation that reads it has ended; without a reader, after its own.
+
+    Without a reader are the temporaries that torch allocates inside an operation: they are buffers
+    for the memory model alone.
+    """
     CALLER = "caller"
     """Never by the pass: its input and its output belong to the caller."""
     EXCHANGE = "exchange"
@@ -171,14 +175,15 @@ class Operation(NamedTuple):
     Attributes:
         number: index in the order of issue.
         kind: of the operation.
-        stage: name of the chain's stage, for messages and pictures.
-        position: index of that stage in the chain.
+        stage: name of the chain's stage, or "sum of" it for a "reduce_parts"; for messages and
+            pictures.
+        position: index in the chain of the stage with which it is issued.
         chunk: the chunk of its rows.
         series: number shared by the same operation of all chunks.
         reads: buffers that it reads.
         writes: buffers that it writes; its message comes first.
         resource: that it occupies.
-        group: of a collective, or of the sum over ranks that a "reduce" is part of.
+        group: of a collective, or of the sum over ranks of a "reduce" or "reduce_parts".
         stream: side stream on which it is issued, on a device.
         waits: operations that its stream, or the host, waits for before it.
         after: operations that end before it starts, on a device.
@@ -186,6 +191,8 @@ class Operation(NamedTuple):
         host: the host enqueues it, runs it itself, or starts it, at the cost of a copy, and
             continues.
         parts_per_sum: of "reduce_parts": number of adjacent parts that are summed first.
+        unrounded: buffer of this rank's part of a sum over ranks, before it is rounded for the
+            wire: a "reduce" writes it and its "reduce_parts" reads it.
     """
 
     number: int
@@ -204,6 +211,7 @@ class Operation(NamedTuple):
     launch_after: tuple[int, ...]
     host: Literal["enqueues", "runs", "starts"]
     parts_per_sum: int
+    unrounded: int | None = None
 
     @property
     def is_collective(self) -> bool:

@@ -32,90 +32,97 @@ from monta_megatron.chains.stages import AllGather, AllToAll, Duplicate, Permute
 from monta_megatron.core import GroupName
 
 
-def permute(chunk: "ChunkBuilder", at: int) -> None:
+def permute(builder: "ChunkBuilder", at: int) -> None:
     """Pack a chunk's rows out of the whole tensor first; put them in place last."""
-    placement = chunk.stages[at].placement
+    placement = builder.stages[at].placement
     if at == 0:
         # A sum reads each row once, so it reads it in place.
-        if placement == "index" and not isinstance(chunk.stages[1].stage, Duplicate):
-            chunk.add_operation("pack", at, [chunk.current], [chunk.add_message(at)])
+        if placement == "index" and not isinstance(builder.stages[1].stage, Duplicate):
+            builder.add_operation("pack", at, [builder.current], [builder.add_message(at)])
     elif placement == "none":
-        received = chunk.buffers[chunk.current]
-        chunk.buffers[chunk.current] = received._replace(release=Release.CALLER)
-    elif chunk.current != chunk.output:
-        chunk.add_operation("put", at, [chunk.current], [chunk.add_output()])
+        received = builder.buffers[builder.current]
+        builder.buffers[builder.current] = received._replace(release=Release.CALLER)
+    elif builder.current != builder.output:
+        builder.add_operation("put", at, [builder.current], [builder.add_output()])
 
 
-def duplicate(chunk: "ChunkBuilder", at: int) -> None:
+def duplicate(builder: "ChunkBuilder", at: int) -> None:
     """Copy rows by lists of copies, which dispatch finds for all passes."""
-    shape, rows = chunk.stages[at], chunk.current
+    shape, rows = builder.stages[at], builder.current
     reads = [rows]
-    if chunk.pass_.ids:
-        lists = chunk.add_buffer(
-            shape.stage.name, chunk.boundary(at), columns=(), release=Release.EXCHANGE
+    if builder.pass_.ids:
+        lists = builder.add_buffer(
+            shape.stage.name, builder.boundary(at), columns=(), release=Release.EXCHANGE
         )
         kind: Kind = "find_copies" if _is_per_expert(shape) else "find_lists"
-        chunk.add_operation(kind, at, [rows], [lists])
+        builder.add_operation(kind, at, [rows], [lists])
         reads.append(lists)
-    kind = "to_experts" if chunk.is_put_at_once(at + 1) else "duplicate"
-    chunk.add_operation(kind, at, reads, [chunk.add_message(at)])
+    kind = "to_experts" if builder.is_put_at_once(at + 1) else "duplicate"
+    builder.add_operation(kind, at, reads, [builder.add_message(at)])
 
 
-def reduce(chunk: "ChunkBuilder", at: int) -> None:
+def reduce(builder: "ChunkBuilder", at: int) -> None:
     """Sum the copies of each row; this rank's term of a sum over ranks stays unrounded."""
-    name, following, group = chunk.stages[at].stage.name, chunk.stages[at + 1], None
-    copies, sums = chunk.boundary(at), chunk.boundary(at + 1)
-    writes = [chunk.add_message(at)]
-    if isinstance(following.stage, AllGather) and following.group_size > 1 and chunk.is_rounded:
+    name, following, group = builder.stages[at].stage.name, builder.stages[at + 1], None
+    copies, sums = builder.boundary(at), builder.boundary(at + 1)
+    writes = [builder.add_message(at)]
+    if isinstance(following.stage, AllGather) and following.group_size > 1 and builder.is_rounded:
         group = following.stage.group
-        column = Column("rows", chunk.row.hidden_size, chunk.row.sum_bytes)
-        unrounded = chunk.add_buffer(f"{name}, unrounded", chunk.boundary(at + 2), (column,))
-        chunk.unrounded = [unrounded]
-    writes += [*chunk.unrounded, *chunk.add_scratch(at, copies, 1, sums)]
-    reads_by_index = chunk.current == 0 and chunk.stages[0].placement == "index"
-    if reads_by_index and chunk.is_rounded and not chunk.is_fused:
-        # Rows are gathered in their own dtype before they are converted.
-        writes.append(chunk.add_summed(at, copies, chunk.row.value_bytes, slot=writes[-1]))
-    chunk.add_operation("reduce", at, [chunk.current], writes, group=group)
+        column = Column("rows", builder.row.hidden_size, builder.row.sum_bytes)
+        unrounded = builder.add_buffer(f"{name}, unrounded", builder.boundary(at + 2), (column,))
+        builder.unrounded = unrounded
+        writes.append(unrounded)
+    writes += builder.add_scratch(at, copies, 1, sums)
+    reads_by_index = builder.current == 0 and builder.stages[0].placement == "index"
+    if reads_by_index and builder.is_rounded and not builder.is_fused:
+        # Rows are gathered in their own dtype before they are converted. They share the slot of the
+        # sums, writes[-1], which torch allocates after it has freed them.
+        writes.append(builder.add_summed(at, copies, builder.row.value_bytes, slot=writes[-1]))
+    builder.add_operation(
+        "reduce", at, [builder.current], writes, group=group, unrounded=builder.unrounded
+    )
 
 
-def all_to_all(chunk: "ChunkBuilder", at: int) -> None:
+def all_to_all(builder: "ChunkBuilder", at: int) -> None:
     """Exchange rows with the group."""
-    chunk.add_collective("alltoall", at)
+    builder.add_collective("alltoall", at)
 
 
-def all_gather(chunk: "ChunkBuilder", at: int) -> None:
+def all_gather(builder: "ChunkBuilder", at: int) -> None:
     """Gather the rows of the group."""
-    chunk.add_collective("allgather", at)
+    builder.add_collective("allgather", at)
 
 
-def reduce_scatter(chunk: "ChunkBuilder", at: int) -> None:
+def reduce_scatter(builder: "ChunkBuilder", at: int) -> None:
     """Exchange parts with the group; they are summed with the next stage that has operations."""
-    chunk.add_collective("alltoall", at, copies=chunk.stages[at].group_size)
-    reader = next(after for after in range(at + 1, len(chunk.stages)) if not chunk.is_idle(after))
-    reduce_parts(chunk, reader, chunk.operations[-1])
+    builder.add_collective("alltoall", at, copies=builder.stages[at].group_size)
+    reader = next(
+        after for after in range(at + 1, len(builder.stages)) if not builder.is_idle(after)
+    )
+    reduce_parts(builder, reader, builder.operations[-1])
 
 
-def reduce_parts(chunk: "ChunkBuilder", at: int, exchange: Operation) -> None:
+def reduce_parts(builder: "ChunkBuilder", at: int, exchange: Operation) -> None:
     """Sum the parts of each row from all ranks; this rank's own may be unrounded."""
-    name, parts = f"sum of {exchange.stage}", chunk.buffers[chunk.current]
-    first = parts_per_sum(chunk.etp, parts.copies)
-    if chunk.is_put_at_once(at):
-        total = chunk.add_output()
+    name, parts = f"sum of {exchange.stage}", builder.buffers[builder.current]
+    first, unrounded = parts_per_sum(builder.etp, parts.copies), builder.unrounded
+    if builder.is_put_at_once(at):
+        total = builder.add_output()
     else:
-        total = chunk.add_buffer(name, parts.boundary, parts.columns, parts.packed)
+        total = builder.add_buffer(name, parts.boundary, parts.columns, parts.packed)
     num_sums = 1 if first == parts.copies else 2
-    scratch = chunk.add_scratch(at, parts.boundary, parts.copies, parts.boundary, num_sums)
-    chunk.add_operation(
+    scratch = builder.add_scratch(at, parts.boundary, parts.copies, parts.boundary, num_sums)
+    builder.add_operation(
         "reduce_parts",
         at,
-        [chunk.current, *chunk.unrounded],
+        [builder.current] if unrounded is None else [builder.current, unrounded],
         [total, *scratch],
         stage=name,
         group=exchange.group,
         parts_per_sum=first,
+        unrounded=unrounded,
     )
-    chunk.unrounded = []
+    builder.unrounded = None
 
 
 # (kind of stage, transposed) -> the function that adds its operations.
@@ -143,11 +150,11 @@ def operations_of_chunk(
         row: the sizes of a row's values.
         is_fused: kernels put rows in place, and sum them without memory of their own.
     """
-    chunk = ChunkBuilder(shape, offsets, pass_, row, is_fused)
-    for at, stage in enumerate(chunk.stages):
-        if not chunk.is_idle(at):
-            OPERATIONS_OF[type(stage.stage), pass_.transpose](chunk, at)
-    return chunk
+    builder = ChunkBuilder(shape, offsets, pass_, row, is_fused)
+    for at, stage in enumerate(builder.stages):
+        if not builder.is_idle(at):
+            OPERATIONS_OF[type(stage.stage), pass_.transpose](builder, at)
+    return builder
 
 
 def parts_per_sum(etp: int, num_parts: int) -> int:
@@ -174,7 +181,7 @@ class ChunkBuilder:
             `slot` is the index here of the buffer whose memory is used.
         current: buffer of the rows that the next operation reads; at the end the output.
         output: buffer of the output, once an operation puts rows in place.
-        unrounded: buffer of this rank's part of a sum over ranks, before it is rounded; or none.
+        unrounded: buffer of this rank's part of a sum over ranks, before it is rounded; or None.
     """
 
     def __init__(
@@ -197,7 +204,7 @@ class ChunkBuilder:
         self.operations: list[Operation] = []
         self.buffers: list[Buffer] = []
         self.output: int | None = None
-        self.unrounded: list[int] = []
+        self.unrounded: int | None = None
         self.current = self._add_whole("input", self.boundary(0))
 
     def is_idle(self, at: int) -> bool:
@@ -284,7 +291,7 @@ class ChunkBuilder:
     def add_summed(
         self, at: int, boundary: int, value_bytes: int, copies: int = 1, slot: int | None = None
     ) -> int:
-        """Columns that are summed at a time: all, or a block where they have to be converted."""
+        """Scratch columns that are summed at a time: all, or a block where they are converted."""
         width = self.row.hidden_size
         if self.is_rounded:
             width = min(width, SUM_COLUMNS)
@@ -301,6 +308,8 @@ class ChunkBuilder:
         self, at: int, of_terms: int, num_terms: int, of_sums: int, num_sums: int = 1
     ) -> list[int]:
         """Scratch memory of a sum: its terms, if they are converted, and the sums.
+
+        For the memory model alone; torch allocates it inside the operation.
 
         Args:
             at: the stage.
@@ -326,6 +335,7 @@ class ChunkBuilder:
         resource: Resource = "memory",
         group: GroupName | None = None,
         parts_per_sum: int = 0,
+        unrounded: int | None = None,
     ) -> None:
         """Add an operation of a stage; the next one reads the first buffer that it writes."""
         operation = Operation(
@@ -345,6 +355,7 @@ class ChunkBuilder:
             launch_after=(),
             host="enqueues",
             parts_per_sum=parts_per_sum,
+            unrounded=unrounded,
         )
         self.operations.append(operation)
         self.current = writes[0]

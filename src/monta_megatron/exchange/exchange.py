@@ -98,7 +98,7 @@ class Exchange:
             Megatron's reduction over ETP, the probabilities' dtype if it is wider.
         monitor: counts bytes and forwards events to its recorder, if any.
         max_experts_per_token: W; 0 where rows are permuted tokens.
-        order: the order of issue; see `lower`.
+        order: the order of issue; not the default only in benchmarks/ablation.py.
         fused: use Triton kernels; see `kernel_choice`.
         shared: indices by device, created by the first pass.
     """

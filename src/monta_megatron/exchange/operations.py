@@ -71,9 +71,9 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
     columns, index_M = buffers.source(operation)
     copies, (into, _) = buffers.copies(operation), buffers.target(operation)
     targets = [(into.rows, slice(None))]
-    if operation.group is not None:
+    if operation.unrounded is not None:
         # Rows on the wire are rounded; this rank's part of the next sum is not.
-        unrounded_RH = buffers.columns(operation.writes[1]).rows
+        unrounded_RH = buffers.columns(operation.unrounded).rows
         first = first_unrounded(buffers, operation)
         targets.append((unrounded_RH, slice(first, first + unrounded_RH.shape[0])))
     for block in column_blocks(columns.rows, buffers.sum_dtype):
@@ -101,7 +101,8 @@ def reduce_parts(buffers: Buffers, operation: Operation) -> None:
     """Sum each row's parts from all ranks, rounded once: [P * N, H] -> [N, H]."""
     columns, _ = buffers.source(operation)
     into, _ = buffers.target(operation)
-    unrounded_NH = buffers.columns(operation.reads[1]).rows if len(operation.reads) > 1 else None
+    kept = operation.unrounded
+    unrounded_NH = None if kept is None else buffers.columns(kept).rows
     for target, parts in zip(into.tensors(), columns.tensors(), strict=True):
         sum_parts(
             target,

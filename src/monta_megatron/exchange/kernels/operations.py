@@ -49,9 +49,9 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
     """Sum each row's copies and their probabilities, rounded once: [M, H] -> [N, H]."""
     (columns, index_M), (into, _) = buffers.source(operation), buffers.target(operation)
     unrounded_RH, first = None, 0
-    if operation.group is not None:
+    if operation.unrounded is not None:
         # Rows on the wire are rounded; this rank's part of the next sum is not.
-        unrounded_RH = buffers.columns(operation.writes[1]).rows
+        unrounded_RH = buffers.columns(operation.unrounded).rows
         first = first_unrounded(buffers, operation)
     copies, launches = buffers.copies(operation), buffers.launches(operation)
     sums.reduce(columns, copies, into, buffers.sum_dtype, index_M, unrounded_RH, first, launches)
@@ -60,12 +60,13 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
 def sum_parts(buffers: Buffers, operation: Operation) -> None:
     """Sum each row's parts from all ranks, rounded once: [P * N, H] -> [N, H]."""
     (columns, _), (into, _) = buffers.source(operation), buffers.target(operation)
+    kept = operation.unrounded
     reduce_parts.reduce_parts(
         columns,
         into,
         promoted(buffers.exchange.sum_dtype, columns.rows.dtype),
         operation.parts_per_sum,
-        buffers.columns(operation.reads[1]).rows if len(operation.reads) > 1 else None,
+        None if kept is None else buffers.columns(kept).rows,
         buffers.group(operation).rank,
         buffers.launches(operation),
     )

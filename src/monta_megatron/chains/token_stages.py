@@ -1,0 +1,154 @@
+"""Stages that the chains of tokens share, and their binding to counts.
+
+The split of tokens into chunks; a copy per node, sent along the rail; and, last in all of them, the
+copies for the local experts, in stock's order. No torch.
+
+Notation: C = number of chunks, B = token blocks, S = source ranks, P = parts, N = nodes, L = local
+experts.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monta_megatron.chains.chain import first_blocks, starts_of
+from monta_megatron.chains.counts import TokenCounts
+from monta_megatron.chains.stages import (
+    AllToAll,
+    BoundStage,
+    Duplicate,
+    ExpertRange,
+    Permute,
+    RowCounts,
+    Segments,
+)
+from monta_megatron.core import Layout
+
+SPLIT = Permute(name="split")
+TO_NODES = Duplicate(name="copy per node", part="node")
+TO_RANKS = Duplicate(name="copy per rank", part="rank")
+RAIL_EXCHANGE = AllToAll(name="alltoall between nodes", group="rail")
+TO_EXPERTS = Duplicate(name="copy per expert", part="expert")
+ORDER = Permute(name="order")
+
+
+def by_chunk(blocks: RowCounts, num_chunks: int, axis: int) -> RowCounts:
+    """Sum the blocks of each chunk: [..., B, ...] -> [..., C, ...] along `axis`."""
+    starts_C = first_blocks(blocks.shape[axis], num_chunks)
+    return np.add.reduceat(blocks, starts_C, axis=axis)
+
+
+def bind_split(layout: Layout, counts: TokenCounts, num_chunks: int) -> BoundStage:
+    """The tokens of each chunk: one run of this rank's tokens."""
+    tokens_C1 = by_chunk(counts.tokens[layout.rank], num_chunks, axis=0)[:, None]
+    segments = Segments(num_runs=1, find_runs=lambda: (tokens_C1, starts_of(tokens_C1)))
+    return BoundStage(stage=SPLIT, send=tokens_C1, receive=tokens_C1, segments=segments)
+
+
+def bind_copies(
+    stage: Duplicate, rows_C: RowCounts, copies_CP: RowCounts, parts: ExpertRange
+) -> BoundStage:
+    """A `Duplicate` of rows into copies for each part."""
+    return BoundStage(stage=stage, send=rows_C[:, None], receive=copies_CP, parts=parts)
+
+
+def bind_node_exchange(
+    layout: Layout, counts: TokenCounts, num_chunks: int
+) -> tuple[BoundStage, BoundStage, BoundStage]:
+    """One copy of a token per node, sent along the rail: the first half of both hierarchies.
+
+    The rail joins the ranks that have the same position on their nodes, in the order of the nodes.
+    """
+    assert counts.sent_to_nodes is not None and counts.for_node is not None
+    split = bind_split(layout, counts, num_chunks)
+    sent_CN = by_chunk(counts.sent_to_nodes, num_chunks, axis=0)
+    of_rail_NB = counts.for_node[layout.position :: layout.ranks_per_node]
+    received_CN = by_chunk(of_rail_NB, num_chunks, axis=1).T
+    parts = ExpertRange(
+        first=0, size=layout.num_experts // layout.num_nodes, num_parts=layout.num_nodes
+    )
+    return (
+        split,
+        bind_copies(TO_NODES, split.receive[:, 0], sent_CN, parts),
+        BoundStage(stage=RAIL_EXCHANGE, send=sent_CN, receive=received_CN),
+    )
+
+
+class Arrival(NamedTuple):
+    """Order of the source ranks in a chunk; the same for all micro-batches.
+
+    Attributes:
+        sources: [S] source ranks in the order of their tokens.
+        stock_order: [S] indices into `sources`, in stock's order: by ETP rank, then EP rank.
+    """
+
+    sources: NDArray[np.int64]
+    stock_order: NDArray[np.int64]
+
+
+@cache
+def arrival(num_sources: int, etp: int, ranks_per_node: int = 1) -> Arrival:
+    """Order of arrival: by rail, then by node, which is rank order where nodes have one rank.
+
+    It is the order in which the ranks of a node exchange what they received along their rails.
+    """
+    sources = np.arange(num_sources).reshape(-1, ranks_per_node).T.ravel()
+    # Ranks are numbered with ETP fastest.
+    ep_ranks, etp_ranks = np.divmod(sources, etp)
+    return Arrival(sources, np.lexsort((ep_ranks, etp_ranks)))
+
+
+def expert_order(
+    runs_CLS: RowCounts, source_order_S: NDArray[np.int64]
+) -> tuple[RowCounts, RowCounts]:
+    """Scatter map of each chunk's rows into stock's order on the expert side.
+
+    Args:
+        runs_CLS: rows of each chunk in its own order: by expert, then by source.
+        source_order_S: indices of the sources in stock's order, (ETP rank, EP rank).
+
+    Returns:
+        Lengths and starts, [C, L * S], of runs whose order in the tensor is (expert, source in
+        stock's order, chunk).
+    """
+    # [C, L, S] -> [L, S in stock's order, C], laid end to end, and back
+    starts_CLS = starts_of(runs_CLS[..., source_order_S].transpose(1, 2, 0)).transpose(2, 0, 1)
+    starts_CLS = starts_CLS[..., np.argsort(source_order_S)]
+    return runs_CLS.reshape(len(runs_CLS), -1), starts_CLS.reshape(len(runs_CLS), -1)
+
+
+def bind_experts(
+    layout: Layout, counts: TokenCounts, arrived: BoundStage, order: Arrival
+) -> tuple[BoundStage, BoundStage]:
+    """The copies for the local experts, and their scatter map into stock's order.
+
+    Args:
+        layout: this rank's place.
+        counts: by token block.
+        arrived: the last collective of the chain.
+        order: source ranks in the order of arrival.
+    """
+    rows_C = arrived.receive.sum(axis=1)
+    pairs_SCL = by_chunk(counts.experts, len(rows_C), axis=1)
+    experts = ExpertRange(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
+    copies_CL = pairs_SCL.sum(axis=0)
+    copies_C1 = copies_CL.sum(axis=1)[:, None]
+
+    def find_runs() -> tuple[RowCounts, RowCounts]:
+        # [S, C, L] -> [S in order of arrival, C, L] -> [C, L, S], the order of a chunk's copies
+        runs_CLS = pairs_SCL[order.sources].transpose(1, 2, 0)
+        return expert_order(runs_CLS, order.stock_order)
+
+    return (
+        bind_copies(TO_EXPERTS, rows_C, copies_CL, experts),
+        BoundStage(
+            stage=ORDER,
+            send=copies_C1,
+            receive=copies_C1,
+            segments=Segments(
+                num_runs=len(order.sources) * layout.num_local_experts, find_runs=find_runs
+            ),
+        ),
+    )
