@@ -43,7 +43,7 @@ from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import (
     Batch,
-    Candidate,
+    BenchCandidate,
     build_dispatcher,
     make_batch,
     stock_candidate,
@@ -68,7 +68,7 @@ STEPS = {
 
 def build(
     settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
-) -> tuple[list[Candidate], dict[str, str]]:
+) -> tuple[list[BenchCandidate], dict[str, str]]:
     """Stock alltoall, the baseline of the checks and ratios, then the steps, 2 as the last one.
 
     Raises:
@@ -85,7 +85,7 @@ def build(
     ]
     group_batch = concatenate(by_peer)
     begin = (rank - first) * settings.tokens
-    whole_group = Candidate(
+    whole_group = BenchCandidate(
         kind="megatron",
         requested="alltoall",
         dispatcher=whole_group_dispatcher(settings),
@@ -114,7 +114,7 @@ def build(
         stock_candidate(settings, layout, batch, "alltoall"),
         whole_group,
         *(
-            Candidate(kind="monta", requested=CHAIN, dispatcher=dispatcher, batch=batch)
+            BenchCandidate(kind="monta", requested=CHAIN, dispatcher=dispatcher, batch=batch)
             for dispatcher in ours
         ),
     ], {}

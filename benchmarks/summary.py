@@ -434,7 +434,7 @@ def _draw(path: Path, draw: Callable[[Any, Sequence[Measured]], None], points: A
     with pictures.figure(path, (7.5, 5)) as figure:
         axis = figure.subplots()
         draw(axis, points)
-        pictures.log_ticks(axis)
+        _log_ticks(axis)
         axis.grid()
         axis.legend()
     return path
@@ -497,3 +497,14 @@ def _predicted(axis: Any, points: Sequence[Measured]) -> None:
     axis.set_title(f"Predicted against measured, {counted(len(points), 'point')}")
     axis.set_xlabel("measured, ms")
     axis.set_ylabel("predicted, ms")
+
+
+def _log_ticks(axis: Any) -> None:
+    """Make both scales logarithmic, labelled at 0.5, 1, 2, 5, 10, ..., as a table shows figures."""
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    axis.set(xscale="log", yscale="log")
+    for line in (axis.xaxis, axis.yaxis):
+        line.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        line.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+        line.set_minor_formatter("")

@@ -9,6 +9,7 @@ what the file of `--out` holds is not run again. `--report` needs no ranks:
 """
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +22,14 @@ from summary import plot_sweep, summarise, summary_lines
 from monta_megatron.cli import bench, main
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.files import add_json_line, read_json_lines, write_json_lines
+from monta_megatron.common.files import add_json_line, read_json_lines, write_whole
 from monta_megatron.common.ranks import find_this_rank, run_as_rank
 from monta_megatron.common.tables import print_json
 from monta_megatron.common.text import advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.tools.bench.flags import POINT_FLAGS
 from monta_megatron.tools.bench.report import plot_report, report_text
-from monta_megatron.tools.bench.settings import Point, Settings, parse_settings
+from monta_megatron.tools.bench.settings import BenchPoint, Settings, parse_settings
 from monta_megatron.tools.pictures import check_can_plot
 
 if TYPE_CHECKING:
@@ -113,9 +114,9 @@ def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
     return status
 
 
-def _points(parsed: argparse.Namespace, world_size: int) -> list[Point]:
+def _points(parsed: argparse.Namespace, world_size: int) -> list[BenchPoint]:
     if parsed.sweep is None:
-        return [Point("headline", parse_settings(vars(parsed), world_size))]
+        return [BenchPoint("headline", parse_settings(vars(parsed), world_size))]
     if parsed.out is None:
         raise ValueError("--out: not given, must be a file beside --sweep")
     return read_sweep(parsed.sweep, vars(parsed), world_size)
@@ -137,7 +138,7 @@ def _print(reports: list[dict[str, Any]], parsed: argparse.Namespace, study: Stu
             print(f"monta bench: drew {path}", file=sys.stderr)
 
 
-def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Point]:
+def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[BenchPoint]:
     """The points of a sweep file.
 
     Args:
@@ -164,7 +165,7 @@ def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Poi
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         name = ", ".join(f"{flag.replace('_', '-')} {text}" for flag, text in changed.items())
-        points.append(Point(name or "headline", settings))
+        points.append(BenchPoint(name or "headline", settings))
     return points
 
 
@@ -202,7 +203,7 @@ class Results:
         """
         results = cls(path=path, reports=read_reports(path))
         # Drop a line that a kill has cut short.
-        write_json_lines(path, results.reports)
+        write_whole(path, "".join(json.dumps(each) + "\n" for each in results.reports))
         return results
 
     def holds(

@@ -7,7 +7,6 @@ at the end, which is not read.
 import json
 import os
 import stat
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,15 +60,6 @@ def read_json_lines(path: Path) -> list[Any]:
         raise ValueError(
             f"{path}: must hold one JSON document per line; line {len(documents) + 1} is none"
         ) from error
-
-
-def write_json_lines(path: Path, entries: Iterable[Any]) -> None:
-    """Write a file of JSON lines, replacing its content.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    write_whole(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def add_json_line(path: Path, entry: Any) -> None:

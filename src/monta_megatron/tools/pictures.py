@@ -76,14 +76,3 @@ def figure(path: Path, size_inches: tuple[float, float], dpi: int = 150) -> Iter
         yield drawn
         drawn.savefig(png, dpi=dpi, format="png")
     write_whole(path, png.getvalue())
-
-
-def log_ticks(axis: Any) -> None:
-    """Make both scales logarithmic, labelled at 0.5, 1, 2, 5, 10, ..., as a table shows figures."""
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
-
-    axis.set(xscale="log", yscale="log")
-    for line in (axis.xaxis, axis.yaxis):
-        line.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        line.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
-        line.set_minor_formatter("")
