@@ -156,10 +156,11 @@ class Choice:
     def name(self) -> str:
         """For messages: "hierarchical_alltoall in 4 chunks"."""
         chunks = "1 chunk" if self.num_chunks == 1 else f"{self.num_chunks} chunks"
-        return f"{self.chain} in {chunks}{' with their experts' * self.splits_experts}"
+        experts = " with their experts" if self.splits_experts else ""
+        return f"{self.chain} in {chunks}{experts}"
 
     @property
     def flags(self) -> str:
         """The arguments of a training that pin it."""
         flags = f"--moe-monta-chain {self.chain} --moe-monta-num-chunks {self.num_chunks}"
-        return flags + " --moe-monta-overlap-experts" * self.splits_experts
+        return f"{flags} --moe-monta-overlap-experts" if self.splits_experts else flags

@@ -56,7 +56,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChoice]:
 def train(step_of: torch.optim.Optimizer, *used: auto.AutoChoice) -> None:
     """An iteration with a micro-batch of each."""
     for chooser in used:
-        assert chooser.received(COUNTS, True, torch.device("cpu")) is not None
+        assert chooser.choose(COUNTS, True, torch.device("cpu")) is not None
     auto._enter_step(step_of)
 
 

@@ -106,9 +106,14 @@ class ExchangeCounts:
 
     @property
     def busiest_over_mean(self) -> float | None:
-        """Rows received by the busiest rank in the last exchange over the mean; None before one."""
-        rows = self.received_rows
-        return float(rows.max() / rows.mean()) if rows.any() else None
+        """Of the last exchange; None before one."""
+        return busiest_over_mean(self.received_rows)
+
+
+def busiest_over_mean(received_rows: NDArray[np.int64]) -> float | None:
+    """Rows received by the busiest rank over the mean; None if no rank received any."""
+    rows = received_rows
+    return float(rows.max() / rows.mean()) if rows.any() else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from monta_megatron.integration.options import (
     OptionFields,
     Options,
     defaults_from_environment,
+    etp_size_of,
 )
 from monta_megatron.integration.planning import check_chain_runs
 from monta_megatron.integration.supported_settings import check_megatron_version, check_supported
@@ -117,10 +118,7 @@ def check_config(config: Any) -> None:
             f"num_experts: got {num_experts}, must be a multiple of "
             f"expert_model_parallel_size ({ep_size})"
         )
-    # Megatron's default.
-    etp_size = getattr(config, "expert_tensor_parallel_size", None) or (
-        getattr(config, "tensor_model_parallel_size", None) or 1
-    )
+    etp_size = etp_size_of(config)
     # Rules that depend on the nodes are checked once they are known.
     one_node = (0,) * (ep_size * etp_size)
     check_chain_runs(

@@ -37,26 +37,26 @@ TICK_US = 10
 STEPS_TO_SECOND = 1000
 
 
-class FixedChoice:
-    """The choice that was given by options.
+class Chooser:
+    """Keeps a given choice, and checks that all ranks do; `AutoChoice` changes it by step.
 
     Args:
-        choice: that runs; None where it follows from the counts of a micro-batch.
+        choice: the given one; None where it follows from the counts of a micro-batch.
         agreed_config: values that all ranks of the exchange agreed on at construction.
         group: the ranks of the exchange.
 
     Attributes:
-        choice: of this step.
-        head: content of this rank's exchanges of counts.
+        choice: of this step; None as above.
+        head: 63 bits that this rank sends with its counts.
     """
 
     def __init__(
         self, choice: Choice | None, agreed_config: dict[str, Any], group: dist.ProcessGroup
     ) -> None:
         self.choice, self.agreed_config, self.group = choice, agreed_config, group
-        self._send(agreed_config)
+        self._set_head(agreed_config)
 
-    def received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
+    def choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
         """Compare the heads of all ranks; returns the choice of a micro-batch, by its counts.
 
         Args:
@@ -69,27 +69,34 @@ class FixedChoice:
         """
         if len(set((counts.heads >> TIME_BITS).tolist())) > 1:
             # They agreed at construction: one has other options since, or another step.
-            agree(self._sent, self.group)
-        return self._received(counts, is_training, device)
+            agree(self._hashed, self.group)
+        return self._choose(counts, is_training, device)
 
-    def _send(self, agreed: dict[str, Any], ticks: int = 0) -> None:
-        """Send values on which all ranks have to agree with the next exchanges of counts."""
-        self._sent = agreed
+    def _set_head(self, agreed: dict[str, Any], ticks: int = 0) -> None:
+        """Set the head, of values on which all ranks have to agree and the time to report."""
+        self._hashed = agreed
         self.head = (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
 
-    def _received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
+    def _choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
         assert self.choice is not None, "given"
         return self.choice
 
 
-class AutoChoice(FixedChoice):
+class AutoChoice(Chooser):
     """Choices for all layers of one shape on an exchange, from one optimizer step to the next.
+
+    Step n:
+
+        first training counts    start the clock; take in all ranks' times of step n - 2 from the
+                                 heads; read this rank's time of step n - 1 off the device
+        optimizer's step entry   stop the clock; choose for step n + 1, whose head brings this
+                                 rank's time of step n - 1
 
     Args:
         planner: proposes.
         num_steps: length of a window; 0 where candidates are not compared.
         by_counts: each micro-batch takes the planner's pick for its own counts.
-        agreed_config, group: see `FixedChoice`.
+        agreed_config, group: see `Chooser`.
         reports: whether this rank reports for its pipeline stage.
 
     Attributes:
@@ -114,14 +121,17 @@ class AutoChoice(FixedChoice):
         # From this step on another window is due.
         self._next_window = inf
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        # Of the training exchanges in this step; then most tokens in the last step that had any.
-        self._num_exchanges = self._tokens = self._tokens_before = 0
-        # Kinds of the steps before this one, the first of which has its time on all ranks.
+        # Training exchanges in this step, and the most tokens of a rank in any of them.
+        self._num_exchanges = self._tokens = 0
+        # `_tokens` of the last step that had a training exchange.
+        self._tokens_before = 0
+        # Number and size of the exchanges in each of the last two steps; None without any.
         self._kinds: deque[tuple[int, int] | None] = deque([None] * LATE, maxlen=LATE)
-        # From the first training exchange, in the step or after an optimizer's, to an optimizer's.
+        # Runs from a training exchange to the next entry of an optimizer's step.
         self._clock = IterationClock()
+        # The last step and its segments, which the device may not have finished.
         self._ended: tuple[int, list[Segment]] | None = None
-        # A step and its time.
+        # A step and this rank's time of it, which the head of two steps later reports.
         self._ticks = -1, 0
         self._busiest: float | None = None
         self._announced: set[Choice] = set()
@@ -152,9 +162,9 @@ class AutoChoice(FixedChoice):
         self._kinds.append(kind)
         self._num_exchanges = self._tokens = 0
         self.step = number
-        self._choose()
+        self._choose_for_step()
 
-    def _received(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
+    def _choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
         if is_training and not self.by_counts:
             self._clock.start(device)
             if self._num_exchanges == 0:
@@ -178,7 +188,7 @@ class AutoChoice(FixedChoice):
             self._ticks, self._ended = (step, min(ticks, (1 << TIME_BITS) - 1)), None
         if self.window is None and not self._others_measure:
             self._open(counts.max_tokens)
-            self._choose()
+            self._choose_for_step()
 
     @property
     def _others_measure(self) -> bool:
@@ -212,11 +222,11 @@ class AutoChoice(FixedChoice):
                 f"{self.step} to {self.window.end - 1}; the planner's pick is {pick.name}: {why}"
             )
 
-    def _choose(self) -> None:
+    def _choose_for_step(self) -> None:
         """Choose for the step that begins, or in which a window has opened."""
         if self.window is None:
             return
-        # Each exchange has its own.
+        # Exchanges have results of their own, so each reports, from its first rank.
         has_result = self.window.num_steps > 0 and self.step == self.window.end + LATE
         if has_result and self._is_first_rank:
             ranks, busiest = ", ".join(map(str, self._ranks)), ""
@@ -238,7 +248,7 @@ class AutoChoice(FixedChoice):
         # Outside of a window a framework may step as it likes.
         number = {"step": self.step if self.is_measuring else None}
         agreed = number | self.agreed_config | {"choice": self.choice.name}
-        self._send(agreed, ticks if step == self.step - LATE else 0)
+        self._set_head(agreed, ticks if step == self.step - LATE else 0)
 
     def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
         """The planner's pick for at most so many tokens of a rank, which is reported."""

@@ -121,11 +121,11 @@ def padded(routing_map_TE: torch.Tensor, config: TransformerConfig) -> torch.Ten
     return result
 
 
-def are_patched() -> bool:
+def replaces_preprocess() -> bool:
     """Whether a framework has replaced stock's `preprocess`.
 
-    As they do where routing maps hold fewer or more experts of a token than top-k: it then counts
-    the rows that stock permutes by the map.
+    Frameworks whose routing maps hold other than top-k experts of a token do, to count the rows
+    that stock permutes.
     """
     replaced = getattr(stock.MoEAlltoAllTokenDispatcher.preprocess, "__code__", None)
     original = stock.MoETokenDispatcher.__init__.__code__

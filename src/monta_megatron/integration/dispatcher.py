@@ -39,7 +39,7 @@ from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.integration.counts import are_patched, demands_order, padded
+from monta_megatron.integration.counts import demands_order, padded, replaces_preprocess
 from monta_megatron.integration.layer_setup import set_up_layer
 from monta_megatron.integration.supported_settings import check_supported
 
@@ -56,11 +56,11 @@ class MicroBatch:
     """State of one micro-batch, until it has left the layer.
 
     Attributes:
-        choice: that runs; None while it follows from counts that are on their way.
-        has_topk: the routing map has top-k experts of each token, so widths are known.
-        num_permuted: permuted tokens in a map that has them, or is padded to capacity.
+        choice: the choice that runs; None while it depends on counts that are on their way.
+        has_topk: every token should have top-k experts, so the counts are not needed for shapes.
+        num_permuted: rows to permute where the counts are not needed; see `preprocess`.
         exchanges: one, or those of the chunks with the experts in the pipeline; empty until bound.
-        lists: probabilities and ids [T, W] of each token's experts, if made before the counts.
+        lists: probabilities and ids [T, W] of each token's experts.
         ids_TW: ids of each token's experts, with the experts in the pipeline.
     """
 
@@ -73,7 +73,7 @@ class MicroBatch:
 
     @property
     def rows(self) -> Rows:
-        """Rows of the chain; a choice that is not known is of permuted tokens."""
+        """Rows of the chain; without a choice, in a captured permutation, permuted tokens."""
         return "permuted tokens" if self.choice is None else CHAINS[self.choice.chain].rows
 
 
@@ -87,7 +87,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         monitor: bytes by resource; starts and waits go to its recorder, if it has one.
         moe_layer: gives the MoE layer whose dispatcher this is, or None.
         micro_batch: the one under way, or the last.
-        received_rows: rows that the experts of every rank got in the exchange before the last.
+        received_rows: by rank, in the exchange before the last; sent with the last counts.
         exchange_counts: [K], which CUDA graphs replay by name; None where capacity fixes them.
     """
 
@@ -122,9 +122,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.received_rows = np.zeros(len(self.setup.layout.nodes), dtype=np.int64)
         self.exchange_counts: torch.Tensor | None = None
         self._counts = self.setup.counts
-        # Choices of which there is nothing to check.
+        # Choices whose first use has been checked.
         self._checked: set[Choice] = set()
-        # Of this rank's experts, in the last exchange.
+        # Rows that this rank's experts received in the last exchange.
         self._num_received = 0
         # Megatron reads every listed attribute, those too that our phases do not set.
         self.tokens_per_expert = self.num_global_tokens_per_local_expert = None
@@ -170,19 +170,25 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return self._enter(hidden_states.view(-1, self.hidden_shape[-1]), probs_TE)
 
     def preprocess(self, routing_map: torch.Tensor) -> None:
-        """Count by [T, E], with no sync.
+        """Start the exchange of counts, and set when the host waits for them, by [T, E].
 
-        The counts are waited for before the permutation if they decide whether there is one, or
-        how many rows it makes. Where each token should have top-k experts, so many rows are
-        permuted, and `_as_counted` cuts them off; a framework that has replaced stock's own method
-        has maps for which they have to be counted first.
+            chain's rows     routing map          host waits      rows to permute
+            not yet chosen   any                  before permute  as below, once chosen
+            tokens           top-k of each token  before chain    none; expert lists before the wait
+            tokens           any other            before chain    none; expert lists after the wait
+            permuted tokens  top-k of each token  before chain    T * top-k, cut by `_as_counted`
+            permuted tokens  padded to capacity   before chain    E * capacity
+            permuted tokens  any other            before permute  as counted
+
+        CUDA graphs that capture the permutation cannot wait before it: they permute T * top-k, or
+        to capacity, where the choice or the number of rows is still unknown.
         """
         batch, captures = self.micro_batch, self.setup.captures
         self.exchange_counts, batch.num_permuted = self._counts.exchange(
             routing_map, self.chooser.head, 0 if captures else self._num_received
         )
-        is_known = batch.rows == "tokens" or batch.has_topk or self.drop_and_pad
-        waits = not captures and (batch.choice is None or not is_known)
+        has_size = batch.rows == "tokens" or batch.has_topk or self.drop_and_pad
+        waits = not captures and (batch.choice is None or not has_size)
         self.cuda_sync_point = "before_permutation_1" if waits else "before_ep_alltoall"
 
     def token_dispatch(
@@ -200,8 +206,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.micro_batch = self._new_micro_batch()
         batch = self.micro_batch
         if batch.has_topk and batch.rows == "tokens":
-            # The device makes them while the counts travel. A recomputation makes them too, though
-            # it may know its choice before the counts, and the forward pass did not.
+            # While the counts travel, or after them if there was no choice: a recomputation, which
+            # may have one earlier than the forward pass, makes the same.
             topk = self.config.moe_router_topk
             batch.lists = self.setup.list_experts(self.routing_map, permuted_probs, topk)
         self._maybe_dtoh_and_synchronize("before_ep_alltoall")
@@ -243,10 +249,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         async_finish: bool = True,
         allocate_on_comm_stream: bool = True,
     ) -> torch.Tensor:
-        """Bring the experts' rows back: [rows of the local experts, H] -> [N, H] or [T, H].
-
-        The two flags belong to other dispatchers; stock alltoall ignores them too.
-        """
+        """Bring the experts' rows back: [rows of the local experts, H] -> [N, H] or [T, H]."""
+        # The two flags belong to other dispatchers; stock alltoall ignores them too.
         if self.shared_experts is not None and SHARED_EXPERTS_WAIT:
             self.shared_experts.wait_current_stream()
         batch, rows_NH = self.micro_batch, hidden_states
@@ -284,7 +288,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             return tokens_TH, probs_TE
         self.hidden_shape_before_permute = tokens_TH.shape
         num_rows, by_map = batch.num_permuted, demands_order(self.config)
-        # With top-k experts of each token, the same before and after the counts are known.
+        # With top-k experts the shape is the same whether the counts are here already or not.
         if batch.exchanges and not batch.has_topk:
             num_rows = int(batch.exchanges[0].bound.num_source_rows)
         rows_NH, probs_N, permutation, *more = stock.permute(
@@ -320,9 +324,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _as_counted(
         self, rows_NH: torch.Tensor, probs_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that the map holds, where top-k of each token were permuted.
-
-        Megatron's permute puts what a map does not hold behind what it holds.
+        """Cut T * top-k permuted rows to those that the map holds, which permute puts first.
 
         Raises:
             ValueError: the map holds more.
@@ -345,24 +347,28 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def _new_micro_batch(self) -> MicroBatch:
         config = self.config
-        has_topk = config.moe_expert_capacity_factor is None and not are_patched()
+        has_topk = config.moe_expert_capacity_factor is None and not replaces_preprocess()
         return MicroBatch(
             choice=self.chooser.choice,
             has_topk=has_topk and not config.moe_router_padding_for_quantization,
         )
 
     def _maybe_dtoh_and_synchronize(self, point: str) -> None:
-        """Copy the counts to the host at `cuda_dtoh_point`; use them at `cuda_sync_point`."""
+        """Copy the counts at `cuda_dtoh_point`; wait and bind the chain at `cuda_sync_point`.
+
+        Stock calls this at both, the second of which may be the same point or a later one. Once it
+        has waited, the host knows all splits.
+        """
         if point == self.cuda_dtoh_point:
             self._counts.copy_to_host(self.exchange_counts, self.cuda_dtoh_stream)
         if point == self.cuda_sync_point:
             self._bind(self._counts.read())
 
     def _bind(self, counts: ExchangeCounts) -> None:
-        """Bind the choice for this micro-batch, which all ranks share, to its counts."""
+        """Choose with the other ranks, check a first use, and bind the chain to the counts."""
         batch, layer = self.micro_batch, None if self.moe_layer is None else self.moe_layer()
         is_training = torch.is_grad_enabled() if layer is None else layer.training
-        batch.choice = choice = self.chooser.received(counts, is_training, self.probs.device)
+        batch.choice = choice = self.chooser.choose(counts, is_training, self.probs.device)
         self.received_rows = counts.received_rows.copy()
         if choice not in self._checked:
             self._check(choice)

@@ -19,6 +19,7 @@ import torch
 
 from monta_megatron.common.rules import Unsupported
 from monta_megatron.exchange.pipeline import Experts
+from monta_megatron.integration.options import etp_size_of
 
 _MARK = "grad_added_to_main_grad"
 
@@ -85,11 +86,8 @@ _QUANTIZES = ("fp8", "fp4", "use_kitchen", "quant_recipe")
 def _gathers_experts(config: Any) -> bool:
     # The second is what a user gives; Megatron derives the first from it after our checks.
     shards = getattr(config, "expert_tensor_parallel_num_weight_shards", None)
-    etp_size = getattr(config, "expert_tensor_parallel_size", None) or (
-        getattr(config, "tensor_model_parallel_size", None) or 1
-    )
     return (getattr(config, "expert_gtp_weight_remat_size", None) or 1) > 1 or (
-        shards is not None and shards > etp_size
+        shards is not None and shards > etp_size_of(config)
     )
 
 

@@ -12,6 +12,9 @@ Sums of bits are integers up to 256, exact in any order. Of the others s + B = B
 s + B - B is 0, but -B + B + s is s: they show the order. All partial sums of them are values of the
 rows' dtype, so hops round nothing.
 
+All ranks of the exchange must call `check`. After an exception on one rank alone, the others wait
+in the next collective, a pass or the gather of differences, until the time limit of its group.
+
 Notation: S = ranks of the exchange, T = tokens of a rank, E = experts, K = experts of a token, H =
 hidden size, N = rows, X = experts of a source row: K of a token, 1 of a permuted token.
 """
@@ -90,10 +93,7 @@ class FirstUse:
     fused: bool
 
     def check(self) -> None:
-        """Check the chain, unless it has passed in this process before.
-
-        All ranks of the exchange call it at the same place, and wait for each other. No random
-        numbers are drawn.
+        """Check the chain, unless it has passed in this process before; draws no random numbers.
 
         Raises:
             SelfCheckError: there is a difference on a rank, or the round trip failed.
@@ -103,11 +103,15 @@ class FirstUse:
         key = self.layout, self.chain.name, self.num_chunks, *rows, self.fused
         if key in passed:
             return
+        problem = ""
         cause: Exception | None = None
         try:
             # Whatever a trainer's default device is.
             with torch.no_grad(), torch.device("cpu"):
-                problem = next(filter(None, map(self._on_any_rank, self._differences())), "")
+                for difference in self._differences():
+                    # A collective, with the same answer on all ranks.
+                    if problem := self._on_any_rank(difference):
+                        break
         except ExchangeError:
             raise
         except Exception as error:  # noqa: BLE001 - named, and raised below
@@ -115,7 +119,8 @@ class FirstUse:
         if problem:
             chain = f"chain {self.chain.name} in {counted(self.num_chunks, 'chunk')}"
             advice = "Report it, and train with moe_token_dispatcher_type alltoall"
-            advice += " or moe_monta_kernels torch" * self.fused
+            if self.fused:
+                advice += " or moe_monta_kernels torch"
             raise SelfCheckError(f"moe_monta_check: {chain}{problem}. {advice}") from cause
         passed.add(key)
 
@@ -143,8 +148,8 @@ class FirstUse:
         expected_SL, local = torch.zeros_like(counts_SL), received[:, EXPERT] - layout.first_expert
         expected_SL.index_put_((received[:, SOURCE], local), torch.tensor(1), accumulate=True)
         yield _difference("counts by source rank and local expert", counts_SL, expected_SL)
-        passes = self._passes(exchange, sent, received)
-        yield next(filter(None, [_difference(*each) for each in passes]), "")
+        differences = [_difference(*each) for each in self._passes(exchange, sent, received)]
+        yield next((line for line in differences if line), "")
 
     def _exchange(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
         """Exchange the counts, and bind the chain by them; with them: [S, L]."""

@@ -17,13 +17,13 @@ from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects, peer_groups
 from monta_megatron.exchange.counts import CountTable, expert_ids_of
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
-from monta_megatron.integration.auto import AutoChoice, FixedChoice, choice_of, share
+from monta_megatron.integration.auto import AutoChoice, Chooser, choice_of, share
 from monta_megatron.integration.counts import CapacityCounts, CountExchange
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import agreed_config, planner_for
 from monta_megatron.integration.ranks import (
     check_same_config,
-    find_nodes,
+    nodes_of_exchange,
     on_every_exchange,
     print_once,
     reports_for_stage,
@@ -50,7 +50,7 @@ class LayerSetup:
     layout: Layout
     groups: Mapping[str, dist.ProcessGroup]
     planner: Planner
-    chooser: FixedChoice
+    chooser: Chooser
     counts: CountExchange | CapacityCounts
     captures: bool
     is_fused: bool
@@ -95,8 +95,7 @@ def set_up_layer(
     Args:
         config: of the model.
         num_local_experts: L.
-        groups: Megatron's "ep", "etp" and "tp_ep".
-        captures: whether CUDA graphs capture the preprocessing.
+        groups, captures: see `LayerSetup`.
         pg_collection: all groups of the model.
 
     Raises:
@@ -112,15 +111,15 @@ def set_up_layer(
 
     def set_up() -> LayerSetup:
         # Step 1: the ranks of the exchange agree on the options, and share what each knows alone.
-        rule = agreed_config(given, config, groups, permuted_only=by_counts)
-        chooser: FixedChoice | None = choice_of(group, rule)
-        facts = gather_objects((rule, is_named(), node_here(), chooser is not None), group)
-        rules, named, hosts, have_chooser = zip(*facts, strict=True)
+        agreed = agreed_config(given, config, groups, permuted_only=by_counts)
+        chooser: Chooser | None = choice_of(group, agreed)
+        facts = gather_objects((agreed, is_named(), node_here(), chooser is not None), group)
+        by_rank, named, hosts, have_chooser = zip(*facts, strict=True)
         check_named_alike(named, ranks)
-        check_same_config(rules, ranks)
+        check_same_config(by_rank, ranks)
 
         # Step 2: nodes, kernels and the planner.
-        nodes, of_nodes = find_nodes(given, ranks, hosts)
+        nodes, of_nodes = nodes_of_exchange(given, ranks, hosts)
         kernels, of_kernels = agreed_kernels(given.kernels, device, group)
         options = replace(given, kernels=kernels)
         layout = Layout(
@@ -135,13 +134,13 @@ def set_up_layer(
         # Step 3: the chooser. A model that was dropped may be gone on some ranks only; then all
         # begin anew.
         if planner.fixed is not None:
-            chooser = FixedChoice(planner.fixed, rule, group)
+            chooser = Chooser(planner.fixed, agreed, group)
         elif chooser is None or not all(have_chooser):
             chooser = share(
-                AutoChoice(planner, options.tune_steps, by_counts, rule, group, reports)
+                AutoChoice(planner, options.tune_steps, by_counts, agreed, group, reports)
             )
 
-        # Step 4: a line for each thing that users should know.
+        # Step 4: report what users should know, a line each.
         lines = [of_nodes, of_kernels]
         if options.overlap_experts and not planner.splits_experts:
             lines.append("moe_monta_overlap_experts: no layer is split: no chain of tokens can run")
@@ -153,8 +152,9 @@ def set_up_layer(
             if by_counts:
                 reason = "CUDA graphs of the preprocessing" if captures else "padding to capacity"
             lines.append(f"auto: no turns, the planner's pick runs: {reason}")
-        for line in filter(None, lines * reports):
-            print_once(line)
+        for line in lines:
+            if reports and line is not None:
+                print_once(line)
         table = CountTable(
             chains=planner.chains,
             layout=layout,

@@ -4,6 +4,9 @@ A call of Megatron's outermost `step` counts, skipped or of a stub as well, and 
 optimizers as one; so does a call of the wrapper that replays a captured step. Outside of Megatron
 every step of a PyTorch optimizer counts, except those by which Megatron makes optimizer states
 before it loads a checkpoint.
+
+Megatron's own hooks are not enough: its training loop has none at a step, and frameworks that bring
+their own loop call an optimizer directly.
 """
 
 import functools
@@ -16,13 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from monta_megatron.common.import_hook import after_import
 
-# Steps of Megatron's under way, one inside the other.
+# Nested calls of Megatron's `step` under way.
 _depth = 0
 
 
 @functools.cache
 def call_at_steps(function: Callable[[Any], None]) -> None:
-    """Call `function(optimizer)` at the entry of every step, for as long as the process lives."""
+    """Call `function(optimizer)` at the entry of every step; cached, so a second call does nothing."""
 
     def outermost(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)

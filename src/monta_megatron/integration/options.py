@@ -46,6 +46,12 @@ class ValueKind(NamedTuple):
             return text
 
 
+def etp_size_of(config: Any) -> int:
+    """The expert tensor parallel size of a configuration or arguments, by Megatron's default."""
+    names = ("expert_tensor_parallel_size", "tensor_model_parallel_size")
+    return next((size for name in names if (size := getattr(config, name, None))), 1)
+
+
 def _is_path(value: Any) -> bool:
     # Code may pass a cluster itself.
     return bool(value) and isinstance(value, str | os.PathLike | Cluster)

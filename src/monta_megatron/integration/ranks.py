@@ -59,24 +59,20 @@ SAME_OPTIONS = "give every rank the same options and files"
 ADVICE = {"step": "an optimizer has to make a step on all ranks or on none"}
 
 
-def agree(rule: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Make sure that all ranks of an exchange choose by the same rule.
+def agree(agreed: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Gather the values of all ranks of an exchange, for `check_same_config`."""
+    check_same_config(gather_objects(agreed, group), dist.get_process_group_ranks(group))
+
+
+def check_same_config(by_rank: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
+    """Make sure that the values of all ranks are the same.
 
     Raises:
         ValueError: names the first rank that differs, and the field.
     """
-    check_same_config(gather_objects(rule, group), dist.get_process_group_ranks(group))
-
-
-def check_same_config(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
-    """Make sure that the rules of all ranks are the same.
-
-    Raises:
-        ValueError: names the first rank that differs, and the field.
-    """
-    for rank, other in zip(ranks[1:], rules[1:], strict=True):
-        for name in dict.fromkeys((*rules[0], *other)):
-            values = rules[0].get(name), other.get(name)
+    for rank, other in zip(ranks[1:], by_rank[1:], strict=True):
+        for name in dict.fromkeys((*by_rank[0], *other)):
+            values = by_rank[0].get(name), other.get(name)
             if values[0] != values[1]:
                 raise ValueError(
                     f"moe_monta: ranks {ranks[0]} and {rank} differ in {name}: {values[0]} and "
@@ -85,7 +81,7 @@ def check_same_config(rules: Sequence[dict[str, Any]], ranks: Sequence[int]) -> 
 
 
 def on_every_exchange(
-    set_up: Callable[[], T], exchanges: dist.ProcessGroup | None, rule: dict[str, Any]
+    set_up: Callable[[], T], exchanges: dist.ProcessGroup | None, agreed: dict[str, Any]
 ) -> T:
     """Set up this rank's exchange, if all exchanges of the pipeline stage can be set up.
 
@@ -95,11 +91,11 @@ def on_every_exchange(
         set_up: raises ValueError on all ranks of an exchange, or on none.
         exchanges: the ranks that have this rank's position in the stage's other exchanges; None if
             they are not known.
-        rule: what all exchanges have to agree on.
+        agreed: values on which all exchanges have to agree.
 
     Raises:
         ValueError: `set_up` raised it, here or on another exchange; or the exchanges differ in
-            their rules, or in whether MONTA_NODE is set.
+            those values, or in whether MONTA_NODE is set.
     """
     result, problem = None, ""
     try:
@@ -108,29 +104,23 @@ def on_every_exchange(
         problem = str(error)
     if exchanges is not None and dist.get_world_size(exchanges) > 1:
         ranks = dist.get_process_group_ranks(exchanges)
-        answers = gather_objects((problem, is_named(), rule), exchanges)
-        problems, named, rules = zip(*answers, strict=True)
+        answers = gather_objects((problem, is_named(), agreed), exchanges)
+        problems, named, by_rank = zip(*answers, strict=True)
         for rank, elsewhere in zip(ranks, problems, strict=True):
             problem = problem or (elsewhere and f"{elsewhere} (on the exchange of rank {rank})")
         if not problem:
             check_named_alike(named, ranks)
-            check_same_config(rules, ranks)
+            check_same_config(by_rank, ranks)
     if problem:
         raise ValueError(problem)
     assert result is not None, "set up, or raised"
     return result
 
 
-def find_nodes(
+def nodes_of_exchange(
     options: Options, ranks: Sequence[int], hosts: Sequence[str]
 ) -> tuple[tuple[int, ...], str | None]:
-    """Find the node of every rank of an exchange; see `Cluster.nodes_of`.
-
-    Args:
-        options: of the dispatcher.
-        ranks: of the exchange.
-        hosts: their hosts, or what MONTA_NODE names.
-    """
+    """The node of each rank by options and hosts (or MONTA_NODE); see `Cluster.nodes_of`."""
     if options.ranks_per_node is not None:
         return consecutive_nodes(ranks, options.ranks_per_node), None
     if options.cluster is None or is_named():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from monta_megatron.core import Choice
+from monta_megatron.exchange.counts import busiest_over_mean
 from monta_megatron.integration.ranks import layers
 
 
@@ -31,14 +32,14 @@ def layer_statistics() -> list[LayerStatistics]:
     statistics = []
     for layer in layers():
         dispatcher = layer.token_dispatcher
-        sent, rows = dispatcher.monitor.bytes_by_resource(), dispatcher.received_rows
+        sent = dispatcher.monitor.bytes_by_resource()
         statistics.append(
             LayerStatistics(
                 layer_number=layer.layer_number,
                 choice=dispatcher.choice,
                 inter_bytes=sent["inter"],
                 intra_bytes=sent["intra"],
-                busiest_over_mean=float(rows.max() / rows.mean()) if rows.any() else None,
+                busiest_over_mean=busiest_over_mean(dispatcher.received_rows),
             )
         )
     return statistics
