@@ -25,6 +25,8 @@ from layers import (
     seeded_by_rank,
 )
 
+from monta_megatron.common import first_rank
+
 # Shape of a layer, number of a step, choice and whether the layer trained, of one exchange.
 Exchange = tuple[int, int, str, bool]
 
@@ -156,9 +158,8 @@ class Trained:
 
 def train(case: Case, dispatcher: str, training: Training) -> Trained:
     """Train; nothing is averaged over replicas, so that none waits for another."""
-    from monta_megatron.integration import ranks
 
-    ranks._reported.clear()
+    first_rank._printed.clear()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         model = Model(case, dispatcher, training)
         losses = [model.step(number) for number in range(training.num_steps)]
@@ -187,9 +188,8 @@ def turns(
     Returns:
         what ran in each step; what a rank said; the first step of each window.
     """
-    from monta_megatron.integration import ranks
 
-    ranks._reported.clear()
+    first_rank._printed.clear()
     windows = []
     with contextlib.redirect_stdout(io.StringIO()) as said:
         model = Model(case, "monta", training)

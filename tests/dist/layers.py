@@ -29,6 +29,8 @@ import torch.distributed as dist
 from equal import assert_equal
 from step_list import StepList
 
+from monta_megatron.common import first_rank
+
 HIDDEN = 16
 DEFAULT_CHAIN = "alltoall_allgather"
 
@@ -775,10 +777,9 @@ def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any])
 
 def reported(case: Case) -> list[str]:
     """What a rank prints as it builds two layers."""
-    from monta_megatron.integration import ranks
 
     initialize(case)
-    ranks._reported.clear()
+    first_rank._printed.clear()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         build_layer(case, "monta")
         build_layer(case, "monta")
@@ -787,10 +788,10 @@ def reported(case: Case) -> list[str]:
 
 def reported_in_steps(case: Case) -> list[str]:
     """What a rank prints in passes of two layers."""
-    from monta_megatron.integration import auto, ranks
+    from monta_megatron.integration import auto
 
     auto._shared.clear()
-    ranks._reported.clear()
+    first_rank._printed.clear()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         layers = [build_layer(case, "monta") for _ in range(2)]
         for layer in [*layers, *layers]:

@@ -23,6 +23,22 @@ def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
     return _variable("RANK", environ) in (None, "0")
 
 
+_printed: set[str] = set()
+
+
+def print_once(line: str) -> None:
+    """Print a line, unless this process has printed it before; ranks above 0 name themselves."""
+    import torch.distributed as dist
+
+    if line in _printed:
+        return
+    _printed.add(line)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    where = "monta" if rank == 0 else f"monta, rank {rank}"
+    # Printed, as Megatron prints what users should see; its log starts at WARNING.
+    print(shown(f"{where}: {line}"), flush=True)
+
+
 def linger(time_s: float = OTHER_RANKS_LINGER_S) -> None:
     """Let the first rank report why before a silent rank's exit makes torchrun end all ranks."""
     time.sleep(time_s)

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from monta_megatron.common.text import PRINTABLE, one_of, same_name
 
@@ -87,8 +87,6 @@ def listed(read_one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
 
     return read
 
-
-Dtype = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
 
 DTYPE_BYTES: dict[str, int] = {
     "float32": 4,

@@ -8,6 +8,8 @@ runtime or driver, it does not only order operations but runs them one after the
 import ctypes
 import os
 
+from monta_megatron.common.first_rank import is_first_rank, print_once
+
 VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 LEAST_NCCL, LEAST_CUDA = (2, 26), (12, 3)
 
@@ -64,3 +66,10 @@ def set_launch_order() -> str | None:
         return f"{VARIABLE} is not set, and process groups are there already; set it to 1 ({by})"
     os.environ[VARIABLE] = "1"
     return f"{VARIABLE}=1 set, so communicators cannot wait for each other in a circle ({by})"
+
+
+def settle_launch_order() -> None:
+    """Set the launch order, and say on the first rank what users should know."""
+    note = set_launch_order()
+    if note is not None and is_first_rank():
+        print_once(note)

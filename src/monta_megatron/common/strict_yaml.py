@@ -96,15 +96,6 @@ def build(cls: type[T], data: Any, file: str) -> T:
     return value
 
 
-def check_texts(data: Any, file: str) -> None:
-    """Check plain data of any form, such as JSON, for texts that are to reach a terminal.
-
-    Raises:
-        ValueError: one line that names the file, the key and the text that is not printable.
-    """
-    _value(Any, data, _Place(file, ""))
-
-
 def dump(instance: Any) -> str:
     """A dataclass as YAML that `load` reads back to an equal one; defaults are written too."""
     return yaml.dump(plain(instance), Dumper=_Dumper, sort_keys=False, width=100)

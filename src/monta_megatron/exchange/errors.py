@@ -5,7 +5,7 @@ the rank with the lowest is behind, and the others wait for it.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -16,6 +16,9 @@ from monta_megatron.common import __version__
 from monta_megatron.common.presets import version_of
 from monta_megatron.exchange.collectives import PeerGroup
 
+if TYPE_CHECKING:
+    from monta_megatron.exchange.executor import Execution
+
 Groups = Mapping[str, PeerGroup]
 
 
@@ -23,27 +26,11 @@ class ExchangeError(RuntimeError):
     """A failed exchange; the message names the collective, the last operations and versions."""
 
 
-class PassUnderWay(Protocol):
-    """A pass in flight.
-
-    Attributes:
-        bound: its program with a micro-batch's rows.
-        groups: of its collectives.
-        num_issued: operations issued so far.
-        works: by number of a collective, its torch works; empty once the host has waited.
-    """
-
-    bound: BoundProgram
-    groups: Groups
-    num_issued: int
-    works: dict[int, list[dist.Work]]
+# Passes of this process in flight; they leave with their last reference.
+UNDER_WAY: "WeakSet[Execution]" = WeakSet()
 
 
-# Passes of this process in flight.
-UNDER_WAY: WeakSet[PassUnderWay] = WeakSet()
-
-
-def failure(one: PassUnderWay, operation: Operation, error: Exception) -> ExchangeError:
+def failure(one: "Execution", operation: Operation, error: Exception) -> ExchangeError:
     """Error of an operation that failed at its start or wait."""
     place = place_of(one.bound, one.groups, operation)
     return ExchangeError(
@@ -103,7 +90,7 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def _of_pass(one: PassUnderWay, *failed: int) -> str:
+def _of_pass(one: "Execution", *failed: int) -> str:
     pending = {
         number for number, works in one.works.items() if not all(map(_has_ended, works))
     }.union(failed)

@@ -76,12 +76,6 @@ def agreed_kernels(choice: str, device: str, group: dist.ProcessGroup) -> tuple[
     return "torch", f"PyTorch's operations run on all ranks, as on rank {which} {problem}"
 
 
-def are_all_fused(choice: str, device: str, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of a group run Triton kernels; a collective call."""
-    problem = "PyTorch's operations were asked for" if choice == "torch" else kernel_problem(device)
-    return not any(gather_objects(problem, group))
-
-
 def _check(choice: str, problem: str) -> None:
     rule = f"be auto or torch where {problem}"
     require(not problem or choice == "auto", OPTION, choice, rule)

@@ -26,7 +26,7 @@ token, N = rows of a chunk for the local experts.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -43,20 +43,9 @@ from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import Execution
 
-# (rows [N, H], rows of each local expert, the rows' probabilities [N]) -> their outputs [N, H]
+# (rows [N, H], rows of each local expert, the rows' probabilities [N]) -> their outputs [N, H].
+# Experts that compute beside the host have a method `wait`: outputs -> outputs, once complete.
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class BackgroundExperts(Protocol):
-    """Experts that compute asynchronously: a call starts them, `wait` completes it."""
-
-    def __call__(
-        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
-    ) -> torch.Tensor:
-        """Start to compute a chunk."""
-
-    def wait(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Wait for the result of a call."""
 
 
 def run_pipeline(
@@ -64,7 +53,7 @@ def run_pipeline(
     rows_TH: torch.Tensor,
     probs_TW: torch.Tensor,
     ids_TW: torch.Tensor,
-    experts: Experts | BackgroundExperts,
+    experts: Experts,
 ) -> torch.Tensor:
     """Exchange and compute all chunks; differentiable.
 

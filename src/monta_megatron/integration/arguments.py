@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args
 
-from monta_megatron.common.first_rank import is_first_rank, linger, report
-from monta_megatron.common.launch_order import set_launch_order
+from monta_megatron.common.first_rank import linger, report
+from monta_megatron.common.launch_order import settle_launch_order
 from monta_megatron.common.text import shown
 from monta_megatron.core import Layout
 from monta_megatron.integration.options import (
@@ -128,19 +128,6 @@ def check_config(config: Any) -> None:
     )
     # Megatron checks its arguments before it makes a process group.
     settle_launch_order()
-
-
-def settle_launch_order() -> None:
-    """Set NCCL's launch order where that is still possible, and say what is in force."""
-    note = set_launch_order()
-    if note is not None and is_first_rank():
-        _say(note)
-
-
-@functools.cache
-def _say(note: str) -> None:
-    """Print a note, once in a process."""
-    print(f"monta: {note}", flush=True)
 
 
 def _with_subclasses(base: type) -> list[Any]:

@@ -12,6 +12,7 @@ Only at construction do ranks exchange anything else, so an exchange without a m
 that evaluates alone, holds nobody up.
 """
 
+import gc
 from collections import deque
 from functools import cached_property
 from math import inf
@@ -21,6 +22,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from monta_megatron.common.first_rank import print_once
 from monta_megatron.common.rules import hash_of
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
@@ -28,7 +30,7 @@ from monta_megatron.core import Choice
 from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
-from monta_megatron.integration.ranks import agree, print_once
+from monta_megatron.integration.ranks import agree
 from monta_megatron.planner.choose import LATE, TRIALS, Planner, Window, half_octave
 
 TIME_BITS = 31
@@ -279,6 +281,9 @@ def choosers() -> list[AutoChoice]:
 
 def choice_of(group: dist.ProcessGroup, agreed_config: dict[str, Any]) -> AutoChoice | None:
     """The choice that layers of this process share, if there is one."""
+    if any(each.step or each.window for each in choosers() if each.group is group):
+        # Of a model that was dropped, perhaps, whose cycles are not collected yet.
+        gc.collect()
     return _shared.get((group, hash_of(agreed_config)))
 
 

@@ -308,18 +308,18 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _columns(
         self, rows_NH: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Columns of the chain: [N, H], [N] and no ids; or [T, H], [T, W] and [T, W].
+        """Columns of the chain, of what `_enter` returned.
 
-        Args:
-            rows_NH, probs: as `_enter` returned them.
+        [N, H], [N] -> the same, and no ids; or [T, H], [T, E] -> [T, H], [T, W] and [T, W].
         """
         batch = self.micro_batch
         if batch.rows == "permuted tokens":
             return *self._as_counted(rows_NH, probs), None
         width = batch.exchanges[0].max_experts_per_token
-        if batch.lists is None or batch.lists[1].shape[1] != width:
-            batch.lists = self.setup.list_experts(self.routing_map, probs, width)
-        return rows_NH, *batch.lists
+        lists, batch.lists = batch.lists, None
+        if lists is None or lists[1].shape[1] != width:
+            lists = self.setup.list_experts(self.routing_map, probs, width)
+        return rows_NH, *lists
 
     def _as_counted(
         self, rows_NH: torch.Tensor, probs_N: torch.Tensor

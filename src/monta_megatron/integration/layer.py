@@ -8,12 +8,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from monta_megatron.integration.arguments import (
-    is_monta,
-    refuse,
-    seen_as_alltoall,
-    settle_launch_order,
-)
+from monta_megatron.common.launch_order import settle_launch_order
+from monta_megatron.integration.arguments import is_monta, refuse, seen_as_alltoall
 from monta_megatron.integration.ranks import add_layer
 
 

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains.counts import num_counted_blocks
+from monta_megatron.common.first_rank import print_once
 from monta_megatron.common.nodes import check_named_alike, is_named, node_here
 from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
@@ -25,7 +26,6 @@ from monta_megatron.integration.ranks import (
     check_same_config,
     nodes_of_exchange,
     on_every_exchange,
-    print_once,
     reports_for_stage,
 )
 from monta_megatron.planner.choose import Planner
@@ -108,6 +108,11 @@ def set_up_layer(
     # there has to be one. In both cases "auto" may choose only chains of permuted tokens, by the
     # counts of each micro-batch.
     by_counts = captures or config.moe_pad_expert_input_to_capacity
+    if captures and config.moe_router_padding_for_quantization:
+        raise ValueError(
+            "moe_router_padding_for_quantization: got True, must be False with CUDA graphs of the "
+            "preprocessing: the number of padded rows is known from the counts alone"
+        )
 
     def set_up() -> LayerSetup:
         # Step 1: the ranks of the exchange agree on the options, and share what each knows alone.
@@ -155,26 +160,23 @@ def set_up_layer(
         for line in lines:
             if reports and line is not None:
                 print_once(line)
-        table = CountTable(
-            chains=planner.chains,
-            layout=layout,
-            num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
-            kernels=kernels,
-        )
+        counts: CountExchange | CapacityCounts = CapacityCounts(layout=layout, config=config)
+        if not config.moe_pad_expert_input_to_capacity:
+            blocks = num_counted_blocks(planner.chains, planner.num_blocks)
+            table = CountTable(
+                chains=planner.chains, layout=layout, num_blocks=blocks, kernels=kernels
+            )
+            topk = config.moe_router_topk
+            counts = CountExchange(
+                count_table=table, topk=topk, group=group, chain_name=options.chain
+            )
         return LayerSetup(
             options=options,
             layout=layout,
             groups=groups,
             planner=planner,
             chooser=chooser,
-            counts=CapacityCounts(layout=layout, config=config)
-            if config.moe_pad_expert_input_to_capacity
-            else CountExchange(
-                count_table=table,
-                topk=config.moe_router_topk,
-                group=group,
-                chain_name=options.chain,
-            ),
+            counts=counts,
             captures=captures,
             is_fused=is_fused(kernels, device),
         )

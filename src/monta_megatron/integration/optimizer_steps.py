@@ -25,7 +25,7 @@ _depth = 0
 
 @functools.cache
 def call_at_steps(function: Callable[[Any], None]) -> None:
-    """Call `function(optimizer)` at the entry of every step; cached, so a second call does nothing."""
+    """Call `function(optimizer)` at the entry of every step; a second call does nothing."""
 
     def outermost(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)

@@ -23,7 +23,7 @@ DEFAULT_TUNE_STEPS = 24
 LEAST_TUNE_STEPS = 6
 
 
-class ValueKind(NamedTuple):
+class Values(NamedTuple):
     """Values of an option.
 
     Attributes:
@@ -57,20 +57,20 @@ def _is_path(value: Any) -> bool:
     return bool(value) and isinstance(value, str | os.PathLike | Cluster)
 
 
-NAME = ValueKind(str, _is_path, "be a name")
-FILE = ValueKind(str, _is_path, "be a file")
-KERNELS = ValueKind(str, lambda value: value in (AUTO, "torch", "fused"), "be auto, torch or fused")
-COUNT = ValueKind(int, lambda value: type(value) is int and value >= 1, "be an integer >= 1")
-STEPS = ValueKind(
+NAME = Values(str, _is_path, "be a name")
+FILE = Values(str, _is_path, "be a file")
+KERNELS = Values(str, lambda value: value in (AUTO, "torch", "fused"), "be auto, torch or fused")
+COUNT = Values(int, lambda value: type(value) is int and value >= 1, "be an integer >= 1")
+STEPS = Values(
     int,
     lambda value: type(value) is int and (value == 0 or value >= LEAST_TUNE_STEPS),
     f"be 0, which is off, or an integer >= {LEAST_TUNE_STEPS}",
 )
-ZERO_OR_ONE = ValueKind(int, lambda value: type(value) is int and value in (0, 1), "be 0 or 1")
-SWITCH = ValueKind(bool, lambda value: type(value) is bool, "be a switch: 1 or 0")
+ZERO_OR_ONE = Values(int, lambda value: type(value) is int and value in (0, 1), "be 0 or 1")
+SWITCH = Values(bool, lambda value: type(value) is bool, "be a switch: 1 or 0")
 
 
-def _option(kind: ValueKind, help_text: str, default: Any = None) -> Any:
+def _option(kind: Values, help_text: str, default: Any = None) -> Any:
     return field(default=default, metadata={"kind": kind, "help": help_text})
 
 
@@ -185,13 +185,13 @@ class Options:
 
 
 # By name without its prefix.
-KINDS: dict[str, ValueKind] = {
+KINDS: dict[str, Values] = {
     entry.name: entry.metadata["kind"] for entry in fields(Options) if "kind" in entry.metadata
 }
 OPTION_NAMES = tuple(f"moe_monta_{name}" for name in KINDS)
 
 
-def _argument(name: str, kind: ValueKind, help_text: str) -> Any:
+def _argument(name: str, kind: Values, help_text: str) -> Any:
     """A field of TransformerConfig, from which Megatron makes an argument; None: not given."""
     # Megatron reads help texts from its class's source, which does not contain these fields.
     meta: dict[str, Any] = {"help": help_text, "type": kind.read}

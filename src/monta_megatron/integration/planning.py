@@ -129,18 +129,14 @@ def agreed_config(
         options, config, permuted_only: see `planner_for`.
         groups: Megatron's; ours are made like them, and named by them.
     """
-    cluster = options.cluster
-    prices: dict[str, object] = {}
-    if options.named_chain is None:
-        # Too long for a message; without a cluster file the GPU tells them.
-        prices = {"hash of the costs": hash_of({"costs": repr(cluster)})}
-        if cluster is None:
-            prices = {"GPU": gpu_name()}
+    cluster, is_priced = options.cluster, options.named_chain is None
     return {
         "monta_megatron": __version__,
         **{name: getattr(options, name.removeprefix("moe_monta_")) for name in OPTION_NAMES},
         "moe_monta_cluster": None if cluster is None else cluster.name,
-        **prices,
+        # Too long for a message; without a cluster file the GPU tells them.
+        "GPU": gpu_name() if is_priced and cluster is None else None,
+        "hash of the costs": hash_of({"costs": repr(cluster)}) if is_priced else None,
         "permuted tokens alone": permuted_only,
         **{name: str(getattr(config, name, None)) for name in AGREED_FIELDS},
         **{

@@ -7,7 +7,6 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from monta_megatron.common.nodes import check_named_alike, consecutive_nodes, is_named, number_nodes
-from monta_megatron.common.text import shown
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.options import Options
 
@@ -26,20 +25,6 @@ def layers() -> list[Any]:
     """
     ours = [layer for layer in _layers if hasattr(layer.token_dispatcher, "chooser")]
     return sorted(ours, key=lambda layer: layer.layer_number or 0)
-
-
-_reported: set[str] = set()
-
-
-def print_once(line: str) -> None:
-    """Print a line, unless this process has printed it before."""
-    if line in _reported:
-        return
-    _reported.add(line)
-    rank = dist.get_rank()
-    where = "monta" if rank == 0 else f"monta, rank {rank}"
-    # Printed, as Megatron prints what users should see; its log starts at WARNING.
-    print(shown(f"{where}: {line}"), flush=True)
 
 
 def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:

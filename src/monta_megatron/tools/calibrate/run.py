@@ -33,7 +33,7 @@ from monta_megatron.exchange.collectives import (
     gather_objects,
     new_local_group,
 )
-from monta_megatron.exchange.kernel_choice import are_all_fused
+from monta_megatron.exchange.kernel_choice import agreed_kernels
 from monta_megatron.tools.calibrate.interfaces import SYS, count_interfaces, nics_of_nodes
 from monta_megatron.tools.calibrate.machine import (
     counts_to_host_us,
@@ -215,7 +215,7 @@ def _machine(
         on_cpu=on_cpu,
         counts_to_host_us=counts_to_host_us(device),
         source=f"monta calibrate, {kind}, torch {torch.__version__}, {day}",
-        fused_kernels=are_all_fused("auto", device.type, world),
+        fused_kernels=agreed_kernels("auto", device.type, world)[0] == "fused",
     )
 
 
