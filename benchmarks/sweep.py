@@ -234,7 +234,7 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     for number, report in enumerate(reports, 1):
         if not isinstance(report, dict) or not {"settings", "meta", "rows"} <= set(report):
             raise ValueError(f"{path}: line {number} is no report of monta bench")
-        strict_yaml.build(dict[str, Any], report, f"{path}: line {number}")
+        strict_yaml.build(cast("type[Any]", Any), report, f"{path}: line {number}")
     return reports
 
 
