@@ -882,11 +882,11 @@ def tokens_decided_by(case: Case, tokens: list[int]) -> list[int]:
     """For how many tokens a rank chooses that has tokens[rank] of them."""
     layer = build_layer(case, "monta")
     dispatcher = layer.token_dispatcher
-    received, seen = dispatcher.chooser.choose, []
+    choose, seen = dispatcher.chooser.choose, []
 
     def recording(counts: Any, *more: Any) -> Any:
         seen.append(counts.max_tokens)
-        return received(counts, *more)
+        return choose(counts, *more)
 
     dispatcher.chooser.choose = recording
     forward_backward(dataclasses.replace(case, num_tokens=tokens[dist.get_rank()]), layer)

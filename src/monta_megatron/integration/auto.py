@@ -5,8 +5,8 @@ What the ranks know of each other travels in their exchanges of counts, 63 bits 
     32 bits    hash of choice and options, and inside a window of the step number
     31 bits    the time of an iteration in units of 10 us; 0: none
 
-In step n that is the time of step n - 2, from when the host had the counts of its first training
-exchange to the entry of the optimizer's step. Evaluation, checkpoints and data loading lie outside.
+In step n that is the time of step n - 2; `AutoChoice` has the timeline. Evaluation, checkpoints and
+data loading lie outside.
 
 Only at construction do ranks exchange anything else, so an exchange without a micro-batch, or one
 that evaluates alone, holds nobody up.
@@ -123,10 +123,9 @@ class AutoChoice(Chooser):
         # From this step on another window is due.
         self._next_window = inf
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        # Training exchanges in this step, and the most tokens of a rank in any of them.
-        self._num_exchanges = self._tokens = 0
-        # `_tokens` of the last step that had a training exchange.
-        self._tokens_before = 0
+        # Training exchanges in this step, and the most tokens of a rank in any of them; before: of
+        # the last step that had any.
+        self._num_exchanges = self._tokens = self._tokens_before = 0
         # Number and size of the exchanges in each of the last two steps; None without any.
         self._kinds: deque[tuple[int, int] | None] = deque([None] * LATE, maxlen=LATE)
         # Runs from a training exchange to the next entry of an optimizer's step.

@@ -141,9 +141,8 @@ def set_up_layer(
         if planner.fixed is not None:
             chooser = Chooser(planner.fixed, agreed, group)
         elif chooser is None or not all(have_chooser):
-            chooser = share(
-                AutoChoice(planner, options.tune_steps, by_counts, agreed, group, reports)
-            )
+            auto = AutoChoice(planner, options.tune_steps, by_counts, agreed, group, reports)
+            chooser = share(auto)
 
         # Step 4: report what users should know, a line each.
         lines = [of_nodes, of_kernels]

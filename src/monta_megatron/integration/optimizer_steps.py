@@ -5,8 +5,8 @@ optimizers as one; so does a call of the wrapper that replays a captured step. O
 every step of a PyTorch optimizer counts, except those by which Megatron makes optimizer states
 before it loads a checkpoint.
 
-Megatron's own hooks are not enough: its training loop has none at a step, and frameworks that bring
-their own loop call an optimizer directly.
+Hooks alone are not enough: Megatron's `post_training_step_callbacks` follow the step, in its own
+training loop only, and PyTorch's see neither skipped steps nor that a chain makes one.
 """
 
 import functools
@@ -25,7 +25,7 @@ _depth = 0
 
 @functools.cache
 def call_at_steps(function: Callable[[Any], None]) -> None:
-    """Call `function(optimizer)` at the entry of every step; a second call does nothing."""
+    """Call `function(optimizer)` at every step's entry; cached: a second call changes nothing."""
 
     def outermost(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)

@@ -28,10 +28,7 @@ def layers() -> list[Any]:
 
 
 def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
-    """Whether this rank reports for its pipeline stage: the first rank of its first exchange.
-
-    Each stage may have a chain of its own.
-    """
+    """Whether this rank, the first of the first exchange of its pipeline stage, reports for it."""
     exchanges = getattr(pg_collection, "expt_dp", None)
     if exchanges is None:
         return dist.get_rank() == 0
