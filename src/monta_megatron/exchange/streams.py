@@ -131,6 +131,7 @@ class CudaStreams(Streams):
     def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
         if not works:
             event = self._current.record_event()
+            # The stream that is current then, which waits.
             return lambda: self._current.wait_event(event)
 
         def wait() -> None:
