@@ -226,7 +226,7 @@ def test_allocations_that_fill(
 class NoWait(CudaStreams):
     """The consumer does not wait for what the stage before it launched."""
 
-    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
+    def ready(self, works: list[torch.distributed.Work]) -> Ready:
         wait, own = super().ready(works), self._current
 
         def wait_on_own_stream() -> None:
@@ -245,7 +245,7 @@ class PreviousEvent(CudaStreams):
         super().__init__(device)
         self.previous: dict[torch.cuda.Stream, Ready] = {}
 
-    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
+    def ready(self, works: list[torch.distributed.Work]) -> Ready:
         wait = self.previous.get(self._current, lambda: None)
         self.previous[self._current] = super().ready(works)
         return wait
@@ -281,8 +281,8 @@ class AllocatesOnStages(CudaStreams):
 class WaitAtOnce(CudaStreams):
     """The stage's own stream waits for its collective as soon as that is launched."""
 
-    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
-        for work in works or ():
+    def ready(self, works: list[torch.distributed.Work]) -> Ready:
+        for work in works:
             work.wait()
         return super().ready(works)
 

@@ -1,4 +1,4 @@
-"""Reports of mistakes, by the first rank for all, from the variables of torchrun or srun."""
+"""Lines for users: mistakes, reported by the first rank for all, and notes printed once."""
 
 import os
 import sys

@@ -15,7 +15,7 @@ LEAST_NCCL, LEAST_CUDA = (2, 26), (12, 3)
 
 
 def versions() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Of NCCL, and of CUDA: the older of runtime and driver. None without NVIDIA's GPU and NCCL."""
+    """Versions of NCCL and of CUDA, the older of runtime and driver; None without both."""
     import torch
     import torch.distributed as dist
 
@@ -35,7 +35,7 @@ def versions() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def is_useful() -> tuple[bool, str]:
-    """Whether NCCL orders operations here and still overlaps them, and by which versions."""
+    """Whether the variable keeps communicators overlapping here, and the versions or the reason."""
     found = versions()
     if found is None:
         return False, "no GPU with NCCL"
@@ -53,7 +53,7 @@ def set_launch_order() -> str | None:
     NCCL reads it once, so this is called before the first process group is made.
 
     Returns:
-        what users should know, or None.
+        A line for the user, or None.
     """
     import torch.distributed as dist
 
@@ -69,7 +69,7 @@ def set_launch_order() -> str | None:
 
 
 def settle_launch_order() -> None:
-    """Set the launch order, and say on the first rank what users should know."""
+    """Set the launch order, and print a line for the user on the first rank."""
     note = set_launch_order()
     if note is not None and is_first_rank():
         print_once(note)

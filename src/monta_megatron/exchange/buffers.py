@@ -129,22 +129,25 @@ class MessageFormat:
     @cached_property
     def row_bytes(self) -> list[int]:
         """Bytes of a row in each message."""
-        sizes = [math.prod(shape) for shape in self.shapes]
-        widths = [dtype.itemsize for dtype in self.dtypes]
         if self.packed:
-            return offsets_bytes(list(zip(sizes, widths, strict=True)))[-1:]
-        return [size * width for size, width in zip(sizes, widths, strict=True)]
+            return offsets_bytes(self._sizes)[-1:]
+        return [num_values * value_bytes for num_values, value_bytes in self._sizes]
+
+    @cached_property
+    def _sizes(self) -> list[tuple[int, int]]:
+        """Values of each column in a row, and bytes of a value."""
+        return [
+            (math.prod(shape), dtype.itemsize)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
 
     @cached_property
     def _places_bytes(self) -> list[slice]:
         """Bytes of each column in a packed row."""
-        sizes = [
-            (math.prod(shape), dtype.itemsize)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
+        offsets = offsets_bytes(self._sizes)
         return [
             slice(offset, offset + num_values * value_bytes)
-            for offset, (num_values, value_bytes) in zip(offsets_bytes(sizes), sizes, strict=False)
+            for offset, (num_values, value_bytes) in zip(offsets, self._sizes, strict=False)
         ]
 
     @cached_property

@@ -139,9 +139,14 @@ class CountTable:
         return any(chain.rows == "tokens" for chain in self.chains)
 
     @cached_property
+    def parts(self) -> dict[str, int]:
+        """Number of parts of each kind for which tokens are counted, by name."""
+        return part_sizes(self.chains, self.layout)
+
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Number of counted experts, and of parts of each kind, by name."""
-        return {"experts": self.layout.num_experts, **part_sizes(self.chains, self.layout)}
+        return {"experts": self.layout.num_experts, **self.parts}
 
     def count(
         self, routing_map_TE: torch.Tensor, head: int = 0, received_rows: int = 0
@@ -159,8 +164,7 @@ class CountTable:
         """
         num_tokens, device, layout = len(routing_map_TE), routing_map_TE.device, self.layout
         assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens: int32 cannot count them"
-        parts = part_sizes(self.chains, layout)
-        count = count_routing
+        parts, count = self.parts, count_routing
         if is_fused(self.kernels, device.type):
             from monta_megatron.exchange.kernels.count_routing import count_routing as count
         sent = count(routing_map_TE, self.num_blocks, parts, self.by_block)
@@ -169,7 +173,7 @@ class CountTable:
             torch.full((1,), value, dtype=torch.int64, device=device).view(torch.int32)
             for value in (received_rows << 32 | num_tokens, head)
         )
-        # Nobody reads this column where no chain's rows are tokens.
+        # A placeholder where no chain's rows are tokens: nobody reads the column then.
         most_experts = sent.pop("most experts", counted[:1])
 
         # All ranks of a node, or of an EP rank, get the same message.

@@ -95,7 +95,7 @@ class Execution:
         """Fork and issue operations up to the first collective; the caller continues."""
         self.fork()
         self._issue_all(self.bound.program.operations[: self.bound.program.num_at_start])
-        # Of a caller that fails before `finish`.
+        # Runs if the caller fails before `finish`.
         self._abandoned = weakref.finalize(self, self._streams.abandon, self.works)
         self._abandoned.atexit = False
 
@@ -148,7 +148,7 @@ class Execution:
         number = operation.number
         self.num_issued = number + 1
         if number in self.bound.program.awaited:
-            self._ready[number] = self._streams.ready(works)
+            self._ready[number] = self._streams.ready(works or [])
         if works:
             self.works[number] = works
             self._streams.watch(self.bound, self.groups, operation, works)

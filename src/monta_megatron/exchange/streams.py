@@ -69,15 +69,14 @@ class Streams:
     def leave(self) -> None:
         """Issue the following operations on the caller's stream."""
 
-    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
+    def ready(self, works: list[torch.distributed.Work]) -> Ready:
         """Mark the end of an operation just issued; returns a function that waits for it."""
 
         def wait() -> None:
-            for work in works or ():
+            for work in works:
                 work.wait()
             # Works hold their tensors.
-            if works:
-                works.clear()
+            works.clear()
 
         return wait
 
@@ -128,10 +127,10 @@ class CudaStreams(Streams):
     def leave(self) -> None:
         self._set(self._caller)
 
-    def ready(self, works: list[torch.distributed.Work] | None) -> Ready:
+    def ready(self, works: list[torch.distributed.Work]) -> Ready:
         if not works:
             event = self._current.record_event()
-            # The stream that is current then, which waits.
+            # Bound late: the stream that is current at the wait is the one that waits.
             return lambda: self._current.wait_event(event)
 
         def wait() -> None:

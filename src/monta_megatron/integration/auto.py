@@ -89,7 +89,7 @@ class AutoChoice(Chooser):
 
     Step n:
 
-        first training counts    start the clock; take in all ranks' times of step n - 2 from the
+        first training counts    start the clock; read all ranks' times of step n - 2 from the
                                  heads; read this rank's time of step n - 1 off the device
         optimizer's step entry   stop the clock; choose for step n + 1, whose head brings this
                                  rank's time of step n - 1
@@ -175,7 +175,7 @@ class AutoChoice(Chooser):
         return self.choice or self._pick(counts.max_tokens)
 
     def _begin(self, counts: ExchangeCounts) -> None:
-        """Take in the times that the first training exchange of a step brings."""
+        """Read the times in the heads of a step's first training exchange."""
         self._busiest = counts.busiest_over_mean or self._busiest
         times = counts.heads & (1 << TIME_BITS) - 1
         if self.window is not None and times.all():
@@ -205,7 +205,7 @@ class AutoChoice(Chooser):
         )
 
     def _open(self, tokens: int) -> None:
-        """Open a window; candidates are proposed for so many tokens."""
+        """Open a window with the candidates for `tokens` on a rank."""
         candidates, num_steps = dict[Choice, float](), self.num_steps
         if num_steps:
             candidates = self.planner.candidates(tokens, num_steps // TRIALS)
@@ -252,7 +252,7 @@ class AutoChoice(Chooser):
         self._set_head(agreed, ticks if step == self.step - LATE else 0)
 
     def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
-        """The planner's pick for at most so many tokens of a rank, which is reported."""
+        """The planner's pick for at most `tokens` on a rank; reports it."""
         choice, why = self.planner.pick(tokens, splits_experts)
         self._report(f"{self._where}: {choice.name}, {why}")
         return choice
@@ -281,13 +281,13 @@ def choosers() -> list[AutoChoice]:
 def choice_of(group: dist.ProcessGroup, agreed_config: dict[str, Any]) -> AutoChoice | None:
     """The choice that layers of this process share, if there is one."""
     if any(each.step or each.window for each in choosers() if each.group is group):
-        # Of a model that was dropped, perhaps, whose cycles are not collected yet.
+        # It may belong to a dropped model in a reference cycle that is not collected yet.
         gc.collect()
     return _shared.get((group, hash_of(agreed_config)))
 
 
 def share(chooser: AutoChoice) -> AutoChoice:
-    """Let layers share a choice, in place of one before."""
+    """Let layers share a choice; replaces an earlier one."""
     call_at_steps(_enter_step)
     _shared[chooser.group, hash_of(chooser.agreed_config)] = chooser
     return chooser

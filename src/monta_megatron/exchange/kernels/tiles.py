@@ -84,7 +84,7 @@ class Launch:
 
     def __call__(self, num_rows: int, *args: Any) -> None:
         """Launch for `num_rows` rows, with the first arguments; no-op for 0 rows."""
-        grid = -(-num_rows // self._num_rows), self._num_blocks, 1
+        grid = blocks_of(num_rows, self._num_rows), self._num_blocks, 1
         if 0 in grid:
             return
         if self._variant is not None:
