@@ -125,7 +125,8 @@ def _passes(
     exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
     torch.manual_seed(0)
     num_rows, num_expert_rows = (
-        int(rows) for rows in (exchange.bound.num_source_rows, exchange.bound.num_expert_rows)
+        int(rows)
+        for rows in (exchange.bound_chain.num_source_rows, exchange.bound_chain.num_expert_rows)
     )
     width = exchange.max_experts_per_token
     probs, ids = torch.rand(num_rows), None

@@ -22,9 +22,9 @@ from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
+from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
 from monta_megatron.exchange.kernels.to_experts import to_experts
-from monta_megatron.exchange.sums import sum_parts, sum_rows
+from monta_megatron.exchange.sums import sum_ranks, sum_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HIDDEN_SIZES = (8, 9, 12, 40, 72, 136, 520, 1000, 1032, 2056, 4096, 7168)
@@ -138,7 +138,7 @@ def _check(case: Case) -> None:
     if parts.size == 1:
         _check_to_experts(case, before, expected)
     _check_reduce(case, expected, width)
-    _check_reduce_parts(case, width)
+    _check_reduce_ranks(case, width)
     _check_lists(case, routing_map, width)
     _check_counts(case, routing_map)
 
@@ -213,8 +213,8 @@ def _check_reduce(case: Case, copies: Copies, width: int) -> None:
     _same("reduce in the dtype of the sum", everything, sums, with_nan=True)
 
 
-def _check_reduce_parts(case: Case, width: int) -> None:
-    num_parts, parts_per_sum = ((1, 1), (2, 2), (5, 5), (4, 2), (6, 2), (9, 3))[case.seed % 6]
+def _check_reduce_ranks(case: Case, width: int) -> None:
+    num_parts, ranks_per_sum = ((1, 1), (2, 2), (5, 5), (4, 2), (6, 2), (9, 3))[case.seed % 6]
     num_rows, rank = min(case.num_rows, 9), case.seed % num_parts
     dtype = torch.promote_types(torch.float32, case.dtype)
     of_list = None if case.in_place else width
@@ -226,18 +226,18 @@ def _check_reduce_parts(case: Case, width: int) -> None:
             _drop_subnormals(values)
     sums = torch.empty(num_rows, case.hidden_size, dtype=dtype)
     reduced = Columns(rows=torch.empty_like(sums))
-    sum_parts(sums, columns.rows, dtype, parts_per_sum, kept, rank)
-    reduce_parts(Columns(rows=columns.rows), reduced, dtype, parts_per_sum, kept, rank)
-    _same("reduce_parts in the dtype of the sum", reduced.rows, sums, with_nan=True)
+    sum_ranks(sums, columns.rows, dtype, ranks_per_sum, kept, rank)
+    reduce_ranks(Columns(rows=columns.rows), reduced, dtype, ranks_per_sum, kept, rank)
+    _same("reduce_ranks in the dtype of the sum", reduced.rows, sums, with_nan=True)
     expected = _clone(into)
     expected.rows.copy_(_narrowed(sums, case.dtype))
     if columns.probs is not None and expected.probs is not None:
         wide = torch.promote_types(torch.float32, columns.probs.dtype)
         shares = torch.empty(into.probs.shape, dtype=wide)
-        sum_parts(shares, columns.probs, wide, parts_per_sum)
+        sum_ranks(shares, columns.probs, wide, ranks_per_sum)
         expected.probs.copy_(_narrowed(shares, columns.probs.dtype))
-    reduce_parts(columns, into, dtype, parts_per_sum, kept, rank)
-    _same_columns("reduce_parts", into, expected, with_nan=True)
+    reduce_ranks(columns, into, dtype, ranks_per_sum, kept, rank)
+    _same_columns("reduce_ranks", into, expected, with_nan=True)
 
 
 def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:

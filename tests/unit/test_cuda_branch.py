@@ -73,7 +73,7 @@ def make_exchange(
     counts = gathered.permuted_tokens if chain.rows == "permuted tokens" else gathered.tokens
     assert counts is not None
     exchange = Exchange(
-        bound=chain.bind(layout, counts, 1 if chain.serial else NUM_CHUNKS),
+        bound_chain=chain.bind(layout, counts, 1 if chain.serial else NUM_CHUNKS),
         groups=peer_groups([chain], layout, megatron_groups(layout)),
         sum_dtype=torch.float32,
         monitor=device.recorder.monitor,
@@ -85,7 +85,7 @@ def make_exchange(
 
 def source_lanes(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> Columns:
     """The columns that dispatch is given."""
-    num_rows = int(exchange.bound.num_source_rows)
+    num_rows = int(exchange.bound_chain.num_source_rows)
     rows = torch.empty(num_rows, HIDDEN, dtype=dtype, device="cuda")
     if not exchange.max_experts_per_token:
         return Columns(rows=rows, probs=torch.empty(num_rows, device="cuda"))
@@ -103,14 +103,14 @@ def dispatch_program(exchange: Exchange, dtype: torch.dtype) -> Program:
     row = RowFormat(HIDDEN, dtype.itemsize, 4, 4)
     policy: Policy = "fused" if exchange.fused else "streams"
     width = exchange.max_experts_per_token
-    return lower(exchange.bound, DISPATCH, row, width, policy).program
+    return lower(exchange.bound_chain, DISPATCH, row, width, policy).program
 
 
 def run_layer(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> None:
     """All four passes, and what they leave behind."""
     source = source_lanes(exchange, routed, dtype)
     assert source.probs is not None
-    num_expert_rows = int(exchange.bound.num_expert_rows)
+    num_expert_rows = int(exchange.bound_chain.num_expert_rows)
     expert = run(exchange, DISPATCH, source)
     expect(expert.rows, (num_expert_rows, HIDDEN), dtype)
     expect(expert.probs, (num_expert_rows,), torch.float32)
@@ -146,7 +146,7 @@ def test_the_host_waits_for_nothing(
     assert ("to_experts" in kinds) == (fused and CHAINS[chain_name].rows == "tokens")
     if exchange.max_experts_per_token:
         assert (exchange.max_experts_per_token > 2 * TOPK) == padded
-    stages = exchange.bound.stages
+    stages = exchange.bound_chain.stages
     with device:
         run_layer(exchange, routed, dtype)
         del exchange, routed

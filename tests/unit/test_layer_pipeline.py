@@ -35,7 +35,7 @@ def exchanges(routing_map: torch.Tensor, num_chunks: int) -> list[Exchange]:
     ends = [BLOCKS * chunk // num_chunks for chunk in range(num_chunks + 1)]
     return [
         Exchange(
-            bound=CHAINS["allgather"].bind(LAYOUT, counts.of_blocks(*bounds), 1),
+            bound_chain=CHAINS["allgather"].bind(LAYOUT, counts.of_blocks(*bounds), 1),
             groups={},
             sum_dtype=torch.float32,
             monitor=Monitor(),

@@ -198,7 +198,7 @@ class Buffers:
             sum_bytes=self.sum_dtype.itemsize,
         )
         policy = "fused" if exchange.fused else policy
-        self.bound = lower(exchange.bound, pass_, row, width, policy, order=exchange.order)
+        self.bound = lower(exchange.bound_chain, pass_, row, width, policy, order=exchange.order)
         program = self.bound.program
         prob_dtype = None if probs is None else probs.dtype
         plan = _plan(program, width, rows_NH.dtype, self.sum_dtype, prob_dtype, device)
@@ -206,7 +206,7 @@ class Buffers:
         self.indices = exchange.indices(device)
         self.parts: dict[int, Parts] = {}
         # Positions of the pass's first and last stage.
-        last = len(exchange.bound.stages) - 1
+        last = len(exchange.bound_chain.stages) - 1
         self._first, self._last = (last, 0) if pass_.transpose else (0, last)
         # Messages and columns per format; for each buffer, its index there and its rows.
         self._memory: list[tuple[list[torch.Tensor], Columns]] = []
@@ -298,7 +298,7 @@ class Buffers:
         self, number: int, position: int, chunk: int
     ) -> tuple[Columns, torch.Tensor | None]:
         """Columns of a buffer of all chunks, and the row indices of one chunk."""
-        segments = self.exchange.bound.stages[position].segments
+        segments = self.exchange.bound_chain.stages[position].segments
         if segments is None:
             return self.columns(number), None
         if not segments.is_slice:
@@ -376,7 +376,7 @@ def _plan(
     for buffer, format_ in zip(program.buffers, formats, strict=True):
         if buffer.release in (Release.JOIN, Release.WINDOW):
             assert buffer.chunk is not None, f"{buffer.name} is the caller's"
-            place = buffer.number, buffer.boundary, buffer.chunk, buffer.copies
+            place = buffer.number, buffer.boundary, buffer.chunk, buffer.repeats
             slots.setdefault(format_, {}).setdefault(buffer.slot, []).append(place)
     return _Plan(
         formats=formats,

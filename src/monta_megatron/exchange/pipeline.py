@@ -107,7 +107,7 @@ class _Pipeline:
         self._chunks = chunks
         ends = [0]
         for chunk in chunks:
-            ends.append(ends[-1] + int(chunk.bound.num_source_rows))
+            ends.append(ends[-1] + int(chunk.bound_chain.num_source_rows))
         self._slices = [slice(*bounds) for bounds in pairwise(ends)]
         self._under_way: dict[tuple[str, int], Execution] = {}
         # Inputs and outputs of all chunks, by pass.
@@ -116,7 +116,7 @@ class _Pipeline:
 
     def tokens_per_expert(self, chunk: int) -> torch.Tensor:
         """Rows of each local expert in a chunk, on the host."""
-        return torch.from_numpy(self._chunks[chunk].bound.rows_per_local_expert)
+        return torch.from_numpy(self._chunks[chunk].bound_chain.rows_per_local_expert)
 
     def start(self, pass_: Pass, chunk: int, columns: Columns | None = None) -> None:
         """Start a pass for a chunk.
