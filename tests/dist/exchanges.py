@@ -257,7 +257,7 @@ class Source:
         return [
             replace(
                 self.exchange,
-                bound=bound.chain.bind(bound.layout, self.counts.of_blocks(first, end), 1),
+                bound_chain=bound.chain.bind(bound.layout, self.counts.of_blocks(first, end), 1),
             )
             for first, end in blocks_of_chunks(num_blocks, bound.num_chunks)
         ]

@@ -18,6 +18,7 @@ from monta_megatron.calibration.tasks import Point
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange import counts
+from monta_megatron.exchange import expert_lists as torch_lists
 from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counts import CountTable
@@ -131,7 +132,7 @@ def _passes(
     width = exchange.max_experts_per_token
     probs, ids = torch.rand(num_rows), None
     if width:
-        list_experts = expert_lists.expert_ids_of if fused else counts.expert_ids_of
+        list_experts = expert_lists.expert_ids_of if fused else torch_lists.expert_ids_of
         probs, ids = list_experts(routing_map, torch.rand(routing_map.shape), width)
     rows, gradients = torch.randn(2, num_rows, HIDDEN).to(dtype)
     outputs = torch.randn(num_expert_rows, HIDDEN).to(dtype)

@@ -14,7 +14,7 @@ import torch
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange import copies as reference
 from monta_megatron.exchange import copies as routing_counts
-from monta_megatron.exchange import counts
+from monta_megatron.exchange import expert_lists
 from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.copies import Copies, Parts
 from monta_megatron.exchange.kernels.count_routing import count_routing
@@ -117,7 +117,7 @@ def _check(case: Case) -> None:
     routing_map = _routing_map(case)
     most = max(int(routing_map.sum(dim=1).max()) if case.num_rows else 0, 1) + case.padding
     width = min(most, case.num_experts)
-    _, ids = counts.expert_ids_of(routing_map, torch.zeros(routing_map.shape), width)
+    _, ids = expert_lists.expert_ids_of(routing_map, torch.zeros(routing_map.shape), width)
     inside = routing_map[:, parts.first : parts.first + parts.size * parts.num_parts]
     num_copies = int(inside.unflatten(1, (parts.num_parts, -1)).any(dim=2).sum())
 
@@ -246,7 +246,7 @@ def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
     probs[1] = probs[0].clone()
     gradient = _values((case.num_rows, width), dtype)
     results = []
-    for function, leaf in zip((counts.expert_ids_of, expert_ids_of), probs, strict=True):
+    for function, leaf in zip((expert_lists.expert_ids_of, expert_ids_of), probs, strict=True):
         leaf.requires_grad_()
         lists, ids = function(routing_map, leaf, width)
         lists.backward(gradient)

@@ -16,6 +16,7 @@ from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange.buffers import Buffers, promoted
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import Parts, copy_rows, find_copies, put_rows
+from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.sums import column_blocks, sum_ranks, sum_rows
 
 Works = list[dist.Work]
@@ -152,11 +153,14 @@ def _start(buffers: Buffers, operation: Operation, start: Callable[..., dist.Wor
     group, monitor = buffers.group(operation), buffers.exchange.monitor
     send, receive = buffers.bound.splits(operation)
     outputs, messages = buffers.messages(operation.writes[0]), buffers.sent(operation)
-    if monitor.recorder is not None:
-        monitor.note("start", buffers.pass_name, operation)
+    recorder = monitor.recorder
+    if recorder is not None:
+        recorder.note(Step("start", buffers.pass_name, operation))
     works = []
     row_bytes = buffers.formats[operation.reads[0]].row_bytes
     for output, message, num_bytes in zip(outputs, messages, row_bytes, strict=True):
         works.append(start(output, message, receive, send, group))
         monitor.sent(operation.stage, group, send, num_bytes)
-    return monitor.watch(works, buffers.pass_name, operation)
+    if recorder is not None:
+        return recorder.watch(works, buffers.pass_name, operation.number)
+    return works
