@@ -253,11 +253,11 @@ class Source:
     def chunks(self) -> list[Exchange]:
         """An exchange of each chunk, for experts in the pipeline."""
         assert isinstance(self.counts, TokenCounts), "rows are permuted tokens"
-        bound, num_blocks = self.exchange.bound, self.counts.tokens.shape[1]
+        bound, num_blocks = self.exchange.bound_chain, self.counts.tokens.shape[1]
         return [
             replace(
                 self.exchange,
-                bound=bound.chain.bind(bound.layout, self.counts.of_blocks(first, end), 1),
+                bound_chain=bound.chain.bind(bound.layout, self.counts.of_blocks(first, end), 1),
             )
             for first, end in blocks_of_chunks(num_blocks, bound.num_chunks)
         ]
@@ -324,7 +324,7 @@ def make_source(
         row_probs = probs.gather(1, expert.clamp(max=num_experts - 1).long()) * (scores > 0)
 
     exchange = Exchange(
-        bound=chain.bind(layout, counts, case.num_chunks),
+        bound_chain=chain.bind(layout, counts, case.num_chunks),
         groups=groups,
         sum_dtype=case.sum_dtype,
         monitor=Monitor(),
@@ -378,7 +378,7 @@ def run_passes(case: Case, data: Data) -> Passes:
     return Passes(
         expert_rows=expert_rows.detach(),
         expert_probs=expert_probs.detach(),
-        tokens_per_expert=torch.from_numpy(exchange.bound.rows_per_local_expert),
+        tokens_per_expert=torch.from_numpy(exchange.bound_chain.rows_per_local_expert),
         token_gradient=source.sum_of_rows(rows.grad, num_tokens),
         prob_gradient=source.dense_probs(probs.grad, num_tokens, case.num_experts),
         output=source.sum_of_rows(combined.detach(), num_tokens),

@@ -42,7 +42,7 @@ def last_chunk_skipped() -> Any:
             if is_first:
                 # Fresh memory may still hold the right rows, of the run with stock.
                 column.fill_(torch.nan)
-        if operation.chunk < now.exchange.bound.num_chunks - 1:
+        if operation.chunk < now.exchange.bound_chain.num_chunks - 1:
             return put(now, operation)
         return []
 

@@ -116,9 +116,9 @@ def after(
 
 def swap_experts(buffers: Buffers, operation: Operation) -> None:
     """The first rows of the first two experts change places."""
-    second = int(buffers.exchange.bound.rows_per_local_expert[0])
+    second = int(buffers.exchange.bound_chain.rows_per_local_expert[0])
     into, _ = buffers.target(operation)
-    if operation.chunk == buffers.exchange.bound.num_chunks - 1:
+    if operation.chunk == buffers.exchange.bound_chain.num_chunks - 1:
         into.rows[[0, second]] = into.rows[[second, 0]]
 
 

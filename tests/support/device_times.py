@@ -115,7 +115,7 @@ def launch_section(device: torch.device, times: PassTimes) -> str:
 
 def _parts_us(device: torch.device) -> tuple[float, float, float]:
     """Host time of a Triton launch, an allocation, and a collective's stand-in with its wait."""
-    from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
+    from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
 
     rows, into = torch.empty(2, 16, 256, dtype=torch.bfloat16, device=device)
     stream = torch.cuda.Stream(device, priority=-1)
@@ -124,7 +124,7 @@ def _parts_us(device: torch.device) -> tuple[float, float, float]:
         order_on(stream, device, lambda: into.copy_(into)).wait()
 
     calls = (
-        lambda: reduce_parts(Columns(rows), Columns(into), torch.float32, 1),
+        lambda: reduce_ranks(Columns(rows), Columns(into), torch.float32, 1),
         lambda: torch.empty(64, 64, device=device),
         collective,
     )

@@ -18,6 +18,7 @@ from monta_megatron.calibration.tasks import Point
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange import counts
+from monta_megatron.exchange import expert_lists as torch_lists
 from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.counts import CountTable
@@ -125,12 +126,13 @@ def _passes(
     exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
     torch.manual_seed(0)
     num_rows, num_expert_rows = (
-        int(rows) for rows in (exchange.bound.num_source_rows, exchange.bound.num_expert_rows)
+        int(rows)
+        for rows in (exchange.bound_chain.num_source_rows, exchange.bound_chain.num_expert_rows)
     )
     width = exchange.max_experts_per_token
     probs, ids = torch.rand(num_rows), None
     if width:
-        list_experts = expert_lists.expert_ids_of if fused else counts.expert_ids_of
+        list_experts = expert_lists.expert_ids_of if fused else torch_lists.expert_ids_of
         probs, ids = list_experts(routing_map, torch.rand(routing_map.shape), width)
     rows, gradients = torch.randn(2, num_rows, HIDDEN).to(dtype)
     outputs = torch.randn(num_expert_rows, HIDDEN).to(dtype)

@@ -20,7 +20,7 @@ from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
+from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
 from monta_megatron.exchange.kernels.to_experts import to_experts
 
 # Of the bytes that cannot be avoided: columns read once and written once.
@@ -92,8 +92,8 @@ def compare() -> None:
 
     parts = _message(4 * NUM_TOKENS)
     with counted() as total:
-        reduce_parts(parts, tokens, torch.float32, 4)
-    _check("reduce_parts", total, 5 * NUM_TOKENS * (row + TOPK * 4))
+        reduce_ranks(parts, tokens, torch.float32, 4)
+    _check("reduce_ranks", total, 5 * NUM_TOKENS * (row + TOPK * 4))
 
     many = routing_map.repeat(64, 1)
     with counted() as total:

@@ -109,7 +109,7 @@ def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> 
     exchange = combine.call_args.args[0]
     planned = planner_for(Options(), made.config, made.setup.layout, permuted_only=False)
     assert planned.shape is not None
-    row = lower_expected(planned.shape, exchange.bound, COMBINE, "streams").program.row
+    row = lower_expected(planned.shape, exchange.bound_chain, COMBINE, "streams").program.row
     sum_dtype = torch.float64 if CHAINS[chain_name].rows == "permuted tokens" else torch.float32
     assert (row.prob_bytes, row.sum_bytes) == (8, sum_dtype.itemsize)
     assert exchange.sum_dtype == sum_dtype

@@ -58,7 +58,7 @@ def measure(
         recorder,
     ):
         run_layer(exchange, routing_map)
-    return peaks, exchange.bound, exchange.max_experts_per_token
+    return peaks, exchange.bound_chain, exchange.max_experts_per_token
 
 
 @each_dtype

@@ -45,7 +45,7 @@ def exchanges_of(
     assert isinstance(counts, TokenCounts)
     return [
         Exchange(
-            bound=chain.bind(layout, counts.of_blocks(*bounds), 1),
+            bound_chain=chain.bind(layout, counts.of_blocks(*bounds), 1),
             groups=groups_of(layout),
             sum_dtype=torch.float32,
             monitor=monitor,

@@ -13,7 +13,8 @@ from monta_megatron.calibration.tasks import NUM_COPIES, NUM_EXPERTS, TOPK, Poin
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.buffers import MessageFormat
 from monta_megatron.exchange.copies import Copies, Parts, find_copies, put_rows
-from monta_megatron.exchange.counts import CountTable, expert_ids_of
+from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.expert_lists import expert_ids_of
 
 # Allocates the buffers of an operation in memory; returns a function that runs it.
 Prepare: TypeAlias = Callable[[Point, torch.device], Callable[[], object]]

@@ -149,7 +149,7 @@ def _passes(device: torch.device, num_chunks: int, fused: bool) -> Starter:
     def start() -> Callable[[], object]:
         bound = chain.bind(layout, Counts(sent=sent, received=sent[None]), num_chunks)
         exchange = Exchange(
-            bound=bound, groups=alone, sum_dtype=torch.float32, monitor=Monitor(), fused=fused
+            bound_chain=bound, groups=alone, sum_dtype=torch.float32, monitor=Monitor(), fused=fused
         )
         inputs = rows.detach().requires_grad_(), probs.detach().requires_grad_()
         moved, row_probs = dispatch(exchange, *inputs)

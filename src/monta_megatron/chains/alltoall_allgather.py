@@ -7,8 +7,6 @@ copies of the chunk before that run alongside both (arXiv 2411.00662; here in fo
 At ETP = 1 it is a chunked AllToAll. A row is a permuted token, so a token may cross the network
 once for each of its experts.
 
-Notation: C = number of chunks, T = ETP ranks, E = EP ranks, L = local experts of each.
-
 Order of rows (ETP rank t, source EP rank e, local expert l; r: the tokens of one (t, e, l)):
 
     source side       (e = this rank)   expert-major: Megatron's own permutation

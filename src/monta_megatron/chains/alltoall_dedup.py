@@ -4,8 +4,6 @@
 
 It wins where EP lies on one node and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
 one partial sum per (token, rank): one hop.
-
-Notation: C = number of chunks, E = EP ranks.
 """
 
 from monta_megatron.chains.chain import Chain, ChainCounts

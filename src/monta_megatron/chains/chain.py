@@ -4,8 +4,6 @@ Dispatch applies the chain to the rows, and combine applies its transpose; the b
 dispatch is the transpose again, and that of combine the chain. So one description serves all four
 passes. A chunk is a run of each rank's token blocks, or, where rows are permuted tokens, a share of
 every expert's rows; every chunk scatters its rows into stock's order. No torch.
-
-Notation: C = number of chunks, B = number of token blocks, L = local experts per EP rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -196,7 +194,7 @@ class BoundChain:
 
     @cached_property
     def rows_by_boundary(self) -> RowCounts:
-        """[N + 1, C] rows before the first stage, between two stages, and after the last one."""
+        """[boundaries, C] rows before the first stage, between two stages, and after the last."""
         return np.array(self.rows_at)
 
     @cached_property

@@ -12,9 +12,6 @@ sends every rank one message of int32, all of the same size, with these columns 
 
 Columns of parts exist only if one of the chains copies tokens for those parts. If no chain's rows
 are tokens, there is one block. No torch.
-
-Notation: B = token blocks, S = source ranks, EP = expert parallel size, ETP = expert tensor
-parallel size, L = local experts per EP rank, R = ranks of a node.
 """
 
 from collections.abc import Sequence
@@ -39,8 +36,8 @@ class Counts:
     Counts are integers at run time, and expected values (floats) in the planner.
 
     Attributes:
-        sent: [EP, L] rows of this rank for each expert, by the expert's EP rank.
-        received: [ETP, EP, L] rows from every source rank for each expert of this EP rank.
+        sent: [E, L] rows of this rank for each expert, by the expert's EP rank.
+        received: [T, E, L] rows from every source rank for each expert of this EP rank.
     """
 
     sent: RowCounts
@@ -70,9 +67,9 @@ class TokenCounts:
     Attributes:
         tokens: [S, B] tokens of every source.
         experts: [S, B, L] token-expert pairs of every source for each expert of this rank.
-        sent_to_ranks: [B, EP] tokens of this rank for each EP rank.
+        sent_to_ranks: [B, E] tokens of this rank for each EP rank.
         for_rank: [S, B] tokens of every source for this rank.
-        sent_to_nodes: [B, nodes] tokens of this rank for each node.
+        sent_to_nodes: [B, N] tokens of this rank for each node.
         for_node: [S, B] tokens of every source for this node.
         for_node_ranks: [S, B, R] tokens of every source for each rank of this node.
     """

@@ -5,8 +5,6 @@
 It wins where EP spans nodes, top-k is high and nodes have few ranks, so that most tokens of a node
 have experts on most of its ranks. Its transpose carries a partial sum per (token, rank) inside the
 node and one per (token, node) between nodes: two hops.
-
-Notation: C = number of chunks, S = source ranks, R = ranks per node.
 """
 
 from monta_megatron.chains.chain import Chain, ChainCounts
@@ -32,7 +30,7 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     """Rows per stage, chunk and peer; see `Chain.bind`."""
     assert isinstance(counts, TokenCounts)
     assert counts.for_node is not None
-    # [S, C] -> [nodes, R, C] -> [C, R]: tokens that each rank of the node received along its rail.
+    # [S, C] -> [N, R, C] -> [C, R]: tokens that each rank of the node received along its rail.
     tokens_SC = by_chunk(counts.for_node, num_chunks, axis=1)
     tokens_CR = tokens_SC.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
     gather = bind_gather(GATHER, tokens_CR, layout.position)

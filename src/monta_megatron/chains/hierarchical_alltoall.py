@@ -5,8 +5,6 @@
 
 It wins where EP spans nodes of many ranks (Hybrid-EP's route). Its transpose carries a partial sum
 per (token, rank) inside the node and one per (token, node) between nodes: two hops.
-
-Notation: C = number of chunks, S = source ranks, R = ranks per node, r = the rail of a token.
 """
 
 from monta_megatron.chains.alltoall_dedup import incompatibility as incompatibility_of_dedup
@@ -42,7 +40,7 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     assert counts.for_node_ranks is not None
     num_ranks = layout.ranks_per_node
     split, to_nodes, along_rail = bind_node_exchange(layout, counts, num_chunks)
-    # [S, C, R] -> [nodes, r, C, R] -> [r, C, R]: tokens of each rail for each rank of this node.
+    # [S, C, R] -> [N, r, C, R] -> [r, C, R]: tokens of each rail for each rank of this node.
     tokens_SCR = by_chunk(counts.for_node_ranks, num_chunks, axis=1)
     tokens_rCR = tokens_SCR.reshape(layout.num_nodes, num_ranks, num_chunks, num_ranks).sum(axis=0)
     sent_CR = tokens_rCR[layout.position]

@@ -2,9 +2,8 @@
 
 A layer has four passes over a chain: dispatch, combine, and the backward pass of each. `lower`
 turns a bound chain into the program of one pass. The executor runs it, the planner prices it,
-memory is the liveness of its buffers, the timeline draws it. No torch.
-
-Notation: C = number of chunks, H = hidden size, W = most experts of any token.
+memory is the liveness of its buffers, the timeline draws it. `chains.lower` shows the indices of
+operations and buffers by an example. No torch.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,6 +21,8 @@ ALIGNMENT_BYTES = 16
 ID_BYTES = 4
 # Columns of low-precision rows that are summed at a time, which bounds their fp32 scratch memory.
 SUM_COLUMNS = 2048
+# Number of the buffer that holds the input of a pass.
+INPUT = 0
 
 # How a program is executed: "host" on CPU ranks, where the host itself copies and waits; "streams"
 # on devices, where it enqueues everything asynchronously; "fused" likewise, with kernels that write
@@ -40,7 +41,7 @@ Kind: TypeAlias = Literal[
     "reduce",
     "alltoall",
     "allgather",
-    "reduce_parts",
+    "reduce_ranks",
     "put",
 ]
 # Operations that a calibration times and a curve prices.
@@ -68,11 +69,7 @@ class Release(Enum):
     JOIN = "join"
     """At the end of the pass, when the caller's stream waits for the side streams."""
     LAST_READ = "last read"
-    """When the last operation that reads it has ended; without a reader, after its own.
-
-    Without a reader are the temporaries that torch allocates inside an operation: they are buffers
-    for the memory model alone.
-    """
+    """When the last operation that reads it has ended; scratch memory with its own operation."""
     CALLER = "caller"
     """Never by the pass: its input and its output belong to the caller."""
     EXCHANGE = "exchange"
@@ -137,20 +134,22 @@ class Buffer(NamedTuple):
         name: the stage that writes it.
         chunk: the chunk of its rows; None for the rows of all chunks.
         boundary: number of the chain's stages before these rows.
-        copies: number of copies of the rows.
+        repeats: how many times the rows of the boundary are held, one block after the other: once
+            for each rank where an AllGather is transposed, before the blocks are summed; else 1.
         columns: of a row; none for lists of copies.
         packed: the columns share one message; else one message for each.
         release: when its memory is released.
-        slot: buffers with the same slot share memory, one after the other.
+        slot: buffers with the same slot share memory, one after the other; it is the number of the
+            first of them.
         last_read: the last operation that reads it, or -1.
-        series: number shared by the same buffer of all chunks.
+        series: index among the buffers of one chunk, the same for every chunk.
     """
 
     number: int
     name: str
     chunk: int | None
     boundary: int
-    copies: int
+    repeats: int
     columns: tuple[Column, ...]
     packed: bool
     release: Release
@@ -175,24 +174,26 @@ class Operation(NamedTuple):
     Attributes:
         number: index in the order of issue.
         kind: of the operation.
-        stage: name of the chain's stage, or "sum of" it for a "reduce_parts"; for messages and
+        stage: name of the chain's stage, or "sum of" it for a "reduce_ranks"; for messages and
             pictures.
         position: index in the chain of the stage with which it is issued.
         chunk: the chunk of its rows.
-        series: number shared by the same operation of all chunks.
-        reads: buffers that it reads.
-        writes: buffers that it writes; its message comes first.
-        resource: that it occupies.
-        group: of a collective, or of the sum over ranks of a "reduce" or "reduce_parts".
+        series: index among the operations of one chunk, the same for every chunk.
+        reads: numbers of the buffers that it reads.
+        writes: numbers of the buffers that it writes; its message comes first.
+        scratch: numbers of the buffers that stand for memory which torch allocates inside the
+            operation and frees after it. Only the memory model uses them.
+        resource: the resource that it occupies.
+        group: of a collective, or of the sum over ranks of a "reduce" or "reduce_ranks".
         stream: side stream on which it is issued, on a device.
         waits: operations that its stream, or the host, waits for before it.
         after: operations that end before it starts, on a device.
         launch_after: operations that end before the host launches it.
         host: the host enqueues it, runs it itself, or starts it, at the cost of a copy, and
             continues.
-        parts_per_sum: of "reduce_parts": number of adjacent parts that are summed first.
-        unrounded: buffer of this rank's part of a sum over ranks, before it is rounded for the
-            wire: a "reduce" writes it and its "reduce_parts" reads it.
+        ranks_per_sum: of "reduce_ranks": number of adjacent ranks whose terms are summed first.
+        unrounded: buffer of this rank's own term of a sum over ranks, before it is rounded for the
+            wire: a "reduce" writes it and its "reduce_ranks" reads it.
     """
 
     number: int
@@ -203,6 +204,7 @@ class Operation(NamedTuple):
     series: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    scratch: tuple[int, ...]
     resource: Resource
     group: GroupName | None
     stream: int
@@ -210,7 +212,7 @@ class Operation(NamedTuple):
     after: tuple[int, ...]
     launch_after: tuple[int, ...]
     host: Literal["enqueues", "runs", "starts"]
-    parts_per_sum: int
+    ranks_per_sum: int
     unrounded: int | None = None
 
     @property
@@ -228,7 +230,7 @@ class Program:
         row: the sizes of a row's values.
         policy: how it is executed.
         operations: in the order of issue, which is the same on every rank.
-        buffers: the input comes first.
+        buffers: by number; `INPUT` comes first.
         output: the buffer of the result.
         waits_at_end: operations that the output depends on and nothing has waited for.
         num_streams: number of side streams.
@@ -273,7 +275,7 @@ class BoundProgram(NamedTuple):
     Attributes:
         program: the structure.
         bound: the chain with its rows.
-        max_experts_per_token: W. Where a row is a permuted token no column has that width.
+        max_experts_per_token: W; no column has that width where rows are permuted tokens.
     """
 
     program: Program
@@ -286,7 +288,7 @@ class BoundProgram(NamedTuple):
             bound = self.bound
             return bound.num_expert_rows if buffer.boundary else bound.num_source_rows
         rows: float = self.bound.rows_at[buffer.boundary][buffer.chunk]
-        return buffer.copies * rows
+        return buffer.repeats * rows
 
     def message_bytes(self, buffer: Buffer) -> tuple[int, ...]:
         """Bytes of a row in each of its messages."""

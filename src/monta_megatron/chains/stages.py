@@ -4,12 +4,10 @@
     Permute      whole[start:start+length] <-> chunk rows   the inverse permutation
     Duplicate    a copy for each part that a row goes to    the sum of a row's copies, in fp32
     AllToAll     exchange rows with the group               the same with swapped counts
-    AllGather    concatenate over the group                 exchange of parts, then one fp32 sum
+    AllGather    concatenate over the group                 exchange terms, then sum them in fp32
 
 A stage is plain data and names its operation. Bound to counts it becomes a `BoundStage`. Stages are
 compared by identity, so that the shape of a chain is cheap to hash. No torch.
-
-Notation: C = number of chunks, P = ranks of the stage's group.
 """
 
 from collections.abc import Callable
@@ -35,7 +33,7 @@ class Permute:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Duplicate:
-    """A copy of a row for every part of the experts in which its token has one.
+    """A copy of a row for every part of the experts in which its token has an expert.
 
     The parts are nodes, ranks or single experts. Copies are ordered by part, then by row; each
     keeps the expert ids and probabilities that belong to its part. The transpose sums the copies
@@ -59,8 +57,8 @@ class AllToAll:
 class AllGather:
     """Every rank of `group` receives every rank's rows, in rank order.
 
-    The transpose is a reduce-scatter: an exchange of parts and a local sum, so that a sum is
-    rounded once, whatever the size of the group.
+    The transpose is a reduce-scatter, made of an exchange of the ranks' terms and a local sum: so a
+    sum is rounded once, whatever the size of the group.
     """
 
     name: str
@@ -75,9 +73,9 @@ class Segments:
     """Run-length-encoded scatter map: row of a chunk -> row of the tensor.
 
     Attributes:
-        num_runs: N, of each chunk.
-        find_runs: computes `lengths` and `starts` when they are first needed: on the expert side
-            that is after the first collective has started.
+        num_runs: runs of each chunk.
+        find_runs: computes `lengths` and `starts` at their first use, which on the expert side is
+            after the first collective has started.
     """
 
     num_runs: int
@@ -89,12 +87,12 @@ class Segments:
 
     @property
     def lengths(self) -> RowCounts:
-        """[C, N] rows in each run; a chunk is its runs laid end to end."""
+        """[C, runs] rows in each run; a chunk is its runs laid end to end."""
         return self._runs[0]
 
     @property
     def starts(self) -> RowCounts:
-        """[C, N] first row of each run in the tensor."""
+        """[C, runs] first row of each run in the tensor."""
         return self._runs[1]
 
     @property
@@ -127,9 +125,9 @@ class ExpertRange:
     num_parts: int
 
 
-# How a `Permute` addresses the rows of a chunk in the tensor: all of them as they lie, one run, or
-# rows by index.
-RowSelection: TypeAlias = Literal["none", "slice", "index"]
+# How a `Permute` addresses the rows of a chunk in the tensor. "none": the only chunk is the tensor;
+# "slice": the rows are one run; "index": a list of row indices.
+Addressing: TypeAlias = Literal["none", "slice", "index"]
 
 
 class StageShape(NamedTuple):
@@ -137,12 +135,12 @@ class StageShape(NamedTuple):
 
     Attributes:
         stage: the stage.
-        placement: how a `Permute` addresses its rows.
+        addressing: how a `Permute` addresses its rows.
         group_size: ranks of a collective's group.
     """
 
     stage: Stage
-    placement: RowSelection
+    addressing: Addressing
     group_size: int
 
 
@@ -186,10 +184,10 @@ class BoundStage:
     @property
     def shape(self) -> StageShape:
         """Shape of the stage, which does not depend on the counts."""
-        placement: RowSelection = "none"
+        addressing: Addressing = "none"
         if self.segments is not None:
-            placement = "slice" if self.segments.is_slice else "index"
-        return StageShape(self.stage, placement, self.send.shape[1])
+            addressing = "slice" if self.segments.is_slice else "index"
+        return StageShape(self.stage, addressing, self.send.shape[1])
 
 
 def _over_peers(rows: RowCounts) -> RowCounts:

@@ -2,9 +2,6 @@
 
 The split of tokens into chunks; a copy per node, sent along the rail; and, last in all of them, the
 copies for the local experts, in stock's order. No torch.
-
-Notation: C = number of chunks, B = token blocks, S = source ranks, P = parts, N = nodes, L = local
-experts.
 """
 
 from functools import cache

@@ -2,11 +2,9 @@
 
 Columns: `rows` [N, H], the hidden states; `probs`, the routing probabilities, [N] where a row is a
 permuted token and [N, W] where it is a token with up to W experts; `ids` [N, W], those experts.
-Where a stage copies the rows anyway, the columns after it share a message of bytes, and each
-collective is issued once; elsewhere they are sent in place, column by column, because packing
-would cost a copy.
-
-Gaps between the columns of a packed row are zero, so no uninitialised byte is sent.
+Where a stage copies the rows anyway, it packs their columns into one message of bytes, so that each
+collective is issued once; elsewhere each column is a message, sent in place, because packing would
+cost a copy. The gaps between the columns of a packed row are zero: no uninitialised byte is sent.
 
 Overhead of a packed row: the probabilities, the ids, and alignment to 16 bytes. At H=4096 in bf16
 (8,192 bytes) with fp32 probabilities that is 16 bytes (0.2%) for a permuted token; for
@@ -32,6 +30,7 @@ import torch
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     ALIGNMENT_BYTES,
+    INPUT,
     Column,
     Operation,
     Pass,
@@ -160,14 +159,26 @@ class MessageFormat:
         return [slice(*gap) for gap in zip(ends, starts, strict=True) if gap[0] < gap[1]]
 
 
+class _Allocation(NamedTuple):
+    """Memory of all buffers of one format.
+
+    Attributes:
+        messages: of all of its rows.
+        columns: in those messages.
+    """
+
+    messages: list[torch.Tensor]
+    columns: Columns
+
+
 class Buffers:
-    """The buffers of one pass over an exchange.
+    """The buffers of one pass over an exchange, by their numbers in its program.
 
     Args:
         exchange: this micro-batch's exchange.
         pass_: the pass.
         columns: its input, contiguous.
-        policy: execution policy of the columns' device.
+        policy: how the program is executed.
         output: buffers for the result; None allocates them.
 
     Attributes:
@@ -176,7 +187,7 @@ class Buffers:
         sum_dtype: dtype of the sums over copies of a row.
         indices: row indices and copies, which the passes of the exchange share.
         formats: of each buffer.
-        parts: expert ranges of a stage's parts on the device, by its position; see `operations`.
+        parts: the parts of a `Duplicate` on the device, by its position; see `operations`.
     """
 
     def __init__(
@@ -197,32 +208,30 @@ class Buffers:
             prob_bytes=0 if probs is None else probs.itemsize,
             sum_bytes=self.sum_dtype.itemsize,
         )
-        policy = "fused" if exchange.fused else policy
-        self.bound = lower(exchange.bound, pass_, row, width, policy, order=exchange.order)
+        self.bound = lower(exchange.bound_chain, pass_, row, width, policy, order=exchange.order)
         program = self.bound.program
         prob_dtype = None if probs is None else probs.dtype
         plan = _plan(program, width, rows_NH.dtype, self.sum_dtype, prob_dtype, device)
         self.formats = plan.formats
         self.indices = exchange.indices(device)
         self.parts: dict[int, Parts] = {}
-        # Positions of the pass's first and last stage.
-        last = len(exchange.bound.stages) - 1
+        # Positions of the first and the last stage of the pass.
+        last = len(exchange.bound_chain.stages) - 1
         self._first, self._last = (last, 0) if pass_.transpose else (0, last)
-        # Messages and columns per format; for each buffer, its index there and its rows.
-        self._memory: list[tuple[list[torch.Tensor], Columns]] = []
-        self._places: dict[int, tuple[int, slice]] = {}
+        # Rows of a buffer in an allocation; none on CPU ranks.
+        self._reserved: dict[int, tuple[_Allocation, slice]] = {}
         # Views are made lazily: each costs the host as much as an operation.
-        self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
-        self._columns: dict[int, Columns] = {0: columns}
-        # Rows of a chunk that are one contiguous run, by buffer and chunk.
-        self._slices: dict[tuple[int, int], Columns] = {}
+        self._messages: dict[int, list[torch.Tensor]] = {INPUT: columns.tensors()}
+        self._columns: dict[int, Columns] = {INPUT: columns}
+        # Runs of rows in the input or the output, by its number and the chunk.
+        self._runs: dict[tuple[int, int], Columns] = {}
         if output is not None:
             self._columns[program.output] = output
             self._messages[program.output] = output.tensors()
         if policy != "host":
             self._reserve(plan)
         self._launches: dict[int, Launches] | None = plan.launches
-        if exchange.fused and not (
+        if policy == "fused" and not (
             _is_regular(columns) and _is_regular(self.columns(program.output))
         ):
             self._launches = None
@@ -235,9 +244,9 @@ class Buffers:
     def messages(self, number: int) -> list[torch.Tensor]:
         """The messages of a buffer; CPU ranks allocate them at the first write."""
         if number not in self._messages:
-            if number in self._places:
-                which, rows = self._places[number]
-                self._messages[number] = [message[rows] for message in self._memory[which][0]]
+            if number in self._reserved:
+                allocation, rows = self._reserved[number]
+                self._messages[number] = [message[rows] for message in allocation.messages]
             else:
                 num_rows = self.bound.rows(self.bound.program.buffers[number])
                 self._messages[number] = self._allocate(self.formats[number], int(num_rows))
@@ -247,9 +256,9 @@ class Buffers:
         """The columns of a buffer."""
         if number not in self._columns:
             format_ = self.formats[number]
-            if format_.packed and number in self._places:
-                which, rows = self._places[number]
-                self._columns[number] = self._memory[which][1].of_rows(rows)
+            if format_.packed and number in self._reserved:
+                allocation, rows = self._reserved[number]
+                self._columns[number] = allocation.columns.of_rows(rows)
             else:
                 self._columns[number] = format_.columns(self.messages(number))
         return self._columns[number]
@@ -257,14 +266,14 @@ class Buffers:
     def source(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
         """Input columns of an operation, and its chunk's row indices [N] if not all rows."""
         number = operation.reads[0]
-        if number:
+        if number != INPUT:
             return self.columns(number), None
         return self._of_chunk(number, self._first, operation.chunk)
 
     def sent(self, operation: Operation) -> list[torch.Tensor]:
         """Input messages of an operation."""
         number = operation.reads[0]
-        return self.messages(number) if number else self.source(operation)[0].tensors()
+        return self.messages(number) if number != INPUT else self.source(operation)[0].tensors()
 
     def target(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
         """Output columns of an operation, and its chunk's row indices [N] if not all rows."""
@@ -298,29 +307,32 @@ class Buffers:
         self, number: int, position: int, chunk: int
     ) -> tuple[Columns, torch.Tensor | None]:
         """Columns of a buffer of all chunks, and the row indices of one chunk."""
-        segments = self.exchange.bound.stages[position].segments
+        segments = self.exchange.bound_chain.stages[position].segments
         if segments is None:
             return self.columns(number), None
         if not segments.is_slice:
             return self.columns(number), self.indices.rows(position, segments)[chunk]
         key = number, chunk
-        if key not in self._slices:
-            self._slices[key] = self.columns(number).of_rows(segments.slice_of(chunk))
-        return self._slices[key], None
+        if key not in self._runs:
+            self._runs[key] = self.columns(number).of_rows(segments.slice_of(chunk))
+        return self._runs[key], None
 
     def _reserve(self, plan: "_Plan") -> None:
         """Allocate all buffers: one allocation per format, one slot of its ring after the other."""
         rows_at = self.bound.bound.rows_at
-        for format_, slots in plan.allocations:
+        for format_, slots in plan.slots.items():
+            places: list[tuple[int, slice]] = []
             end = 0
             for slot in slots:
                 start = end
-                for number, boundary, chunk, copies in slot:
-                    last = start + int(rows_at[boundary][chunk]) * copies
-                    self._places[number] = len(self._memory), slice(start, last)
+                for number, boundary, chunk, repeats in slot:
+                    last = start + int(rows_at[boundary][chunk]) * repeats
+                    places.append((number, slice(start, last)))
                     end = max(end, last)
             messages = self._allocate(format_, end)
-            self._memory.append((messages, format_.columns(messages)))
+            allocation = _Allocation(messages, format_.columns(messages))
+            for number, rows in places:
+                self._reserved[number] = allocation, rows
         self.columns(self.bound.program.output)
 
     def _allocate(self, format_: MessageFormat, num_rows: int) -> list[torch.Tensor]:
@@ -329,21 +341,32 @@ class Buffers:
         return messages
 
 
+class _Use(NamedTuple):
+    """A buffer that uses a slot; attributes as of `Buffer`."""
+
+    number: int
+    boundary: int
+    chunk: int
+    repeats: int
+
+
 class _Plan(NamedTuple):
-    """State shared by passes of one program and dtype.
+    """Facts about a program and its dtypes that its passes share.
 
     Attributes:
         formats: of each buffer.
-        allocations: format of the buffers held until the join, and, for each ring slot, their
-            numbers, boundaries, chunks and copies.
+        slots: by format, for each slot of its buffers that are held until the join, the buffers
+            that use it.
         launches: kernel launches by series of operations.
     """
 
     formats: tuple[MessageFormat, ...]
-    allocations: list[tuple[MessageFormat, list[list[tuple[int, int, int, int]]]]]
+    slots: dict[MessageFormat, list[list[_Use]]]
     launches: dict[int, "Launches"]
 
 
+# W is part of the key, as the columns of tokens have that width. It is top-k, or, where a routing
+# map is padded or tokens are dropped, one of a few numbers around it; each binds its launches once.
 @lru_cache(maxsize=512)
 def _plan(
     program: Program,
@@ -372,15 +395,15 @@ def _plan(
         )
         for buffer in program.buffers
     )
-    slots: dict[MessageFormat, dict[int, list[tuple[int, int, int, int]]]] = {}
+    slots: dict[MessageFormat, dict[int, list[_Use]]] = {}
     for buffer, format_ in zip(program.buffers, formats, strict=True):
         if buffer.release in (Release.JOIN, Release.WINDOW):
             assert buffer.chunk is not None, f"{buffer.name} is the caller's"
-            place = buffer.number, buffer.boundary, buffer.chunk, buffer.copies
-            slots.setdefault(format_, {}).setdefault(buffer.slot, []).append(place)
+            use = _Use(buffer.number, buffer.boundary, buffer.chunk, buffer.repeats)
+            slots.setdefault(format_, {}).setdefault(buffer.slot, []).append(use)
     return _Plan(
         formats=formats,
-        allocations=[(format_, list(of_format.values())) for format_, of_format in slots.items()],
+        slots={format_: list(by_slot.values()) for format_, by_slot in slots.items()},
         launches=defaultdict(dict),
     )
 

@@ -155,6 +155,9 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> tuple[int, ...]:
     """The node of every rank of `group`, numbered from 0 in the order of the ranks.
 
+    For tools: a dispatcher has gathered the hosts with its other facts, and may have a cluster
+    file; see `integration.ranks.nodes_of_exchange`.
+
     Args:
         group: the ranks of an exchange; all of them call this, unless `ranks_per_node` is given.
         ranks_per_node: number of consecutive ranks on each node; None to ask every rank.

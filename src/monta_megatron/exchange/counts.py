@@ -1,77 +1,24 @@
 """Metadata of an exchange: counted by each rank, exchanged once, copied to the host once.
 
-Also the expert ids of tokens, since their number follows from the metadata.
-
 Notation: T = tokens of this rank, E = experts, B = token blocks, S = ranks of the exchange, L =
 local experts, EP and ETP = sizes of its groups, P = parts of the experts, X = columns of a message,
-W = most experts of any token, K = integers.
+K = integers.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
 from monta_megatron.chains.counts import HEAD_SIZE, MOST_TOKENS, message_columns, part_sizes
 from monta_megatron.core import Layout
 from monta_megatron.exchange.copies import block_size, count_routing
-from monta_megatron.exchange.errors import ExchangeError, passes_under_way
 from monta_megatron.exchange.kernel_choice import is_fused
-
-
-class HostWait(NamedTuple):
-    """A collective outside the passes on which the host may be blocked.
-
-    Attributes:
-        what: the collective and its purpose.
-        process_group: the ranks of the exchange.
-        since_s: start, by `time.monotonic`.
-    """
-
-    what: str
-    process_group: dist.ProcessGroup
-    since_s: float
-
-    def __str__(self) -> str:
-        ranks = dist.get_process_group_ranks(self.process_group)
-        rank = dist.get_group_rank(self.process_group, dist.get_rank())
-        named = ", ".join(map(str, ranks))
-        return f"{self.what}, group tp_ep (rank {rank} of {len(ranks)}: ranks {named})"
-
-
-# The latest last; see `time_limit`.
-host_waits: list[HostWait] = []
-
-
-@contextmanager
-def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Raise failures inside the block as `ExchangeError`s that name the collective.
-
-    Args:
-        what: the collective and its purpose.
-        group: the ranks of an exchange.
-
-    Raises:
-        ExchangeError: the collective failed or timed out.
-    """
-    wait = HostWait(what, group, time.monotonic())
-    host_waits.append(wait)
-    try:
-        yield
-    except RuntimeError as error:
-        raise ExchangeError(f"{wait} failed: {error}\n{passes_under_way()}") from error
-    finally:
-        host_waits.remove(wait)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,46 +217,3 @@ def _slices(widths: Mapping[str, int]) -> dict[str, slice]:
         name: slice(end - width, end)
         for (name, width), end in zip(widths.items(), ends, strict=True)
     }
-
-
-def expert_ids_of(
-    routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, max_experts_per_token: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts in ascending order, and their probabilities, without a sync.
-
-    Args:
-        routing_map_TE: bool.
-        probs_TE: probabilities of the experts.
-        max_experts_per_token: W, on any rank.
-
-    Returns:
-        Probabilities [T, W], padded with 0, and experts [T, W] int32, padded with E.
-    """
-    return _ExpertIds.apply(routing_map_TE, probs_TE, max_experts_per_token)
-
-
-class _ExpertIds(torch.autograd.Function):
-    """Saves for backward only the map, which is kept alive anyway, and no indices [T, W]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, max_experts_per_token: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_experts = routing_map_TE.shape[1]
-        descending_E = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs_TE.device)
-        scores_TW = (routing_map_TE * descending_E).topk(max_experts_per_token, dim=1).values
-        ids_TW = num_experts - scores_TW
-        experts_TW = ids_TW.clamp(max=num_experts - 1)
-        ctx.save_for_backward(routing_map_TE)
-        ctx.mark_non_differentiable(ids_TW)
-        return probs_TE.gather(1, experts_TW.long()).masked_fill_(scores_TW == 0, 0), ids_TW
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, gradient_TW: torch.Tensor, _: torch.Tensor
-    ) -> tuple[None, torch.Tensor, None]:
-        (routing_map_TE,) = ctx.saved_tensors
-        # Position of each expert among its token's.
-        positions_TE = (routing_map_TE.cumsum(dim=1) - 1).clamp_(min=0)
-        return None, gradient_TW.gather(1, positions_TE).masked_fill_(~routing_map_TE, 0), None

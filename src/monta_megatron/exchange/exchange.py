@@ -92,7 +92,7 @@ class Exchange:
     """One micro-batch's exchange, created before dispatch and kept until its backward pass.
 
     Attributes:
-        bound: the chain with this micro-batch's rows.
+        bound_chain: the chain with this micro-batch's rows.
         groups: the process group for every group name of the chain.
         sum_dtype: dtype of the sums over copies of a row: fp32, or for permuted tokens, as in
             Megatron's reduction over ETP, the probabilities' dtype if it is wider.
@@ -103,7 +103,7 @@ class Exchange:
         shared: indices by device, created by the first pass.
     """
 
-    bound: BoundChain
+    bound_chain: BoundChain
     groups: Mapping[str, PeerGroup]
     sum_dtype: torch.dtype
     monitor: Monitor
@@ -115,5 +115,5 @@ class Exchange:
     def indices(self, device: torch.device) -> Indices:
         """Row indices and copies on a device."""
         if device not in self.shared:
-            self.shared[device] = Indices(self.bound, device)
+            self.shared[device] = Indices(self.bound_chain, device)
         return self.shared[device]

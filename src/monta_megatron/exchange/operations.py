@@ -16,7 +16,8 @@ from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange.buffers import Buffers, promoted
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import Parts, copy_rows, find_copies, put_rows
-from monta_megatron.exchange.sums import column_blocks, sum_parts, sum_rows
+from monta_megatron.exchange.monitor import Step
+from monta_megatron.exchange.sums import column_blocks, sum_ranks, sum_rows
 
 Works = list[dist.Work]
 
@@ -72,7 +73,7 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
     copies, (into, _) = buffers.copies(operation), buffers.target(operation)
     targets = [(into.rows, slice(None))]
     if operation.unrounded is not None:
-        # Rows on the wire are rounded; this rank's part of the next sum is not.
+        # Rows on the wire are rounded; this rank's term of the next sum is not.
         unrounded_RH = buffers.columns(operation.unrounded).rows
         first = first_unrounded(buffers, operation)
         targets.append((unrounded_RH, slice(first, first + unrounded_RH.shape[0])))
@@ -93,23 +94,23 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
 
 def first_unrounded(buffers: Buffers, operation: Operation) -> int:
     """First row of a "reduce" that this rank sums next."""
-    gathered = buffers.exchange.bound.stages[operation.position - 1].receive[operation.chunk]
+    gathered = buffers.exchange.bound_chain.stages[operation.position - 1].receive[operation.chunk]
     return int(gathered[: buffers.group(operation).rank].sum())
 
 
-def reduce_parts(buffers: Buffers, operation: Operation) -> None:
-    """Sum each row's parts from all ranks, rounded once: [P * N, H] -> [N, H]."""
+def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
+    """Sum each row's terms from all ranks, rounded once: [P * N, H] -> [N, H]."""
     columns, _ = buffers.source(operation)
     into, _ = buffers.target(operation)
     kept = operation.unrounded
     unrounded_NH = None if kept is None else buffers.columns(kept).rows
-    for target, parts in zip(into.tensors(), columns.tensors(), strict=True):
-        sum_parts(
+    for target, terms in zip(into.tensors(), columns.tensors(), strict=True):
+        sum_ranks(
             target,
-            parts,
-            promoted(buffers.exchange.sum_dtype, parts.dtype),
-            operation.parts_per_sum,
-            unrounded_NH if parts is columns.rows else None,
+            terms,
+            promoted(buffers.exchange.sum_dtype, terms.dtype),
+            operation.ranks_per_sum,
+            unrounded_NH if terms is columns.rows else None,
             buffers.group(operation).rank,
         )
 
@@ -132,14 +133,14 @@ OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = {
     "reduce": reduce,
     "alltoall": alltoall,
     "allgather": allgather,
-    "reduce_parts": reduce_parts,
+    "reduce_ranks": reduce_ranks,
     "put": put,
 }
 
 
 def _parts(buffers: Buffers, operation: Operation, ids_NW: torch.Tensor) -> Parts:
     """Parts of a stage's copies, cached from its first chunk to its last."""
-    position, bound, held = operation.position, buffers.exchange.bound, buffers.parts
+    position, bound, held = operation.position, buffers.exchange.bound_chain, buffers.parts
     if position not in held:
         parts = bound.stages[position].parts
         assert parts is not None, f"{operation.stage} has nothing to find"
@@ -152,11 +153,14 @@ def _start(buffers: Buffers, operation: Operation, start: Callable[..., dist.Wor
     group, monitor = buffers.group(operation), buffers.exchange.monitor
     send, receive = buffers.bound.splits(operation)
     outputs, messages = buffers.messages(operation.writes[0]), buffers.sent(operation)
-    if monitor.recorder is not None:
-        monitor.note("start", buffers.pass_name, operation)
+    recorder = monitor.recorder
+    if recorder is not None:
+        recorder.note(Step("start", buffers.pass_name, operation))
     works = []
     row_bytes = buffers.formats[operation.reads[0]].row_bytes
     for output, message, num_bytes in zip(outputs, messages, row_bytes, strict=True):
         works.append(start(output, message, receive, send, group))
         monitor.sent(operation.stage, group, send, num_bytes)
-    return monitor.watch(works, buffers.pass_name, operation)
+    if recorder is not None:
+        return recorder.watch(works, buffers.pass_name, operation.number)
+    return works

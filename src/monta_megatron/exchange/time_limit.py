@@ -24,9 +24,8 @@ import torch.distributed as dist
 
 from monta_megatron.chains.program import BoundProgram, Operation
 from monta_megatron.common.torch_private import result_of, timeout_of
-from monta_megatron.exchange import counts
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.errors import last_operations, place_of, versions
+from monta_megatron.exchange.errors import host_waits, last_operations, place_of, versions
 
 # As often as NCCL's watchdog: the host issues nothing during a poll, so polls must be short.
 LOOK_S = 0.1
@@ -107,7 +106,7 @@ class TimeLimit:
         while self.pending and self.pending[0].result.done():
             self.pending.popleft()
         oldest = self.pending[0] if self.pending else None
-        for one in ([] if oldest is None else [oldest]) + counts.host_waits[-1:]:
+        for one in ([] if oldest is None else [oldest]) + host_waits[-1:]:
             limit, waited_s = timeout_of(one.process_group), now_s - one.since_s
             if limit is None or waited_s < PRINTED_AT * limit.total_seconds():
                 continue

@@ -8,6 +8,7 @@ Notation: T = tokens of this rank, E = experts, K = integers that this rank need
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains import Counts
 from monta_megatron.core import Layout
-from monta_megatron.exchange.counts import CountTable, ExchangeCounts, naming_failure
+from monta_megatron.exchange.counts import CountTable, ExchangeCounts
+from monta_megatron.exchange.errors import naming_failure
 
 
 @dataclass(kw_only=True)
@@ -66,8 +68,12 @@ class CountExchange:
             self._copied.synchronize()
         return self.count_table.read(self._copy.numpy())
 
+    @cached_property
+    def _name(self) -> str:
+        return f"exchange of counts: chain {self.chain_name}"
+
     def _named(self) -> AbstractContextManager[None]:
-        return naming_failure(f"dispatch: chain {self.chain_name}, exchange of counts", self.group)
+        return naming_failure(self._name, self.group)
 
 
 @dataclass(kw_only=True)

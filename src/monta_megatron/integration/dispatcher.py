@@ -236,7 +236,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Add the experts' counts: [L] int64 on the host. The rows are in expert order already."""
         (exchange,) = self.micro_batch.exchanges
-        tokens_per_expert_L = torch.from_numpy(exchange.bound.rows_per_local_expert)
+        tokens_per_expert_L = torch.from_numpy(exchange.bound_chain.rows_per_local_expert)
         return global_input_tokens, tokens_per_expert_L, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -290,7 +290,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         num_rows, by_map = batch.num_permuted, demands_order(self.config)
         # With top-k experts the shape is the same whether the counts are here already or not.
         if batch.exchanges and not batch.has_topk:
-            num_rows = int(batch.exchanges[0].bound.num_source_rows)
+            num_rows = int(batch.exchanges[0].bound_chain.num_source_rows)
         rows_NH, probs_N, permutation, *more = stock.permute(
             tokens_TH,
             self.routing_map,
@@ -329,7 +329,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         Raises:
             ValueError: the map holds more.
         """
-        num_rows = int(self.micro_batch.exchanges[0].bound.num_source_rows)
+        num_rows = int(self.micro_batch.exchanges[0].bound_chain.num_source_rows)
         if rows_NH.shape[0] == num_rows:
             return rows_NH, probs_N
         if rows_NH.shape[0] < num_rows:
@@ -387,7 +387,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 of_exchanges, num_chunks = [counts.tokens.of_blocks(*each) for each in blocks], 1
         batch.exchanges = [
             Exchange(
-                bound=chain.bind(self.setup.layout, each, num_chunks),
+                bound_chain=chain.bind(self.setup.layout, each, num_chunks),
                 groups=self.groups,
                 sum_dtype=sum_dtype,
                 monitor=self.monitor,
@@ -396,7 +396,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             )
             for each in of_exchanges
         ]
-        self._num_received = int(sum(each.bound.num_expert_rows for each in batch.exchanges))
+        self._num_received = int(sum(each.bound_chain.num_expert_rows for each in batch.exchanges))
 
     def _check(self, choice: Choice) -> None:
         """Check a choice before it first carries rows."""

@@ -170,7 +170,7 @@ class FirstUse:
         permuted = counts.permuted_tokens
         least = torch.float32 if chain.rows == "tokens" else self.prob_dtype
         exchange = Exchange(
-            bound=chain.bind(layout, counts.tokens or permuted, self.num_chunks),
+            bound_chain=chain.bind(layout, counts.tokens or permuted, self.num_chunks),
             groups=self.groups,
             sum_dtype=torch.promote_types(least, torch.float32),
             monitor=Monitor(),

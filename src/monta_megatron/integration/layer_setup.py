@@ -16,7 +16,8 @@ from monta_megatron.common.nodes import check_named_alike, is_named, node_here
 from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects, peer_groups
-from monta_megatron.exchange.counts import CountTable, expert_ids_of
+from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
 from monta_megatron.integration.auto import AutoChoice, Chooser, choice_of, share
 from monta_megatron.integration.counts import CapacityCounts, CountExchange
@@ -57,7 +58,7 @@ class LayerSetup:
 
     @cached_property
     def list_experts(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Lists each token's experts, with their probabilities; see `counts.expert_ids_of`."""
+        """Lists each token's experts, with their probabilities; see `exchange.expert_lists`."""
         if self.is_fused:
             from monta_megatron.exchange.kernels.expert_lists import expert_ids_of as of_kernel
 

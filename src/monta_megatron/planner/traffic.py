@@ -67,7 +67,7 @@ HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     "reduce": HostOperations(probs=3, block=4),
     "alltoall": HostOperations(once=1),
     "allgather": HostOperations(once=1),
-    "reduce_parts": HostOperations(rows=5, probs=8, block=4),
+    "reduce_ranks": HostOperations(rows=5, probs=8, block=4),
     "put": HostOperations(rows=1, probs=1, ids=2),
     "count": HostOperations(ids=12),
     "lists": HostOperations(ids=11),
@@ -118,7 +118,7 @@ FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     "duplicate": HostOperations(rows=1, once=1),
     "to_experts": HostOperations(rows=1, ids=2),
     "reduce": HostOperations(rows=1),
-    "reduce_parts": HostOperations(rows=1),
+    "reduce_ranks": HostOperations(rows=1),
     "count": HostOperations(ids=10),
     "lists": HostOperations(ids=3),
 }
@@ -243,13 +243,13 @@ def _moves(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> Sta
     first = series[0]
     # Writing to places all over a tensor is slower than reading from them.
     position = {"put": first.position, "to_experts": first.position + 1}.get(first.kind)
-    is_put = position is not None and programs[0].bound.shapes[position].placement == "index"
+    is_put = position is not None and programs[0].bound.shapes[position].addressing == "index"
     written = _bytes_of(programs, series, first.writes[0])
     return _in_memory(first.stage, "put" if is_put else "copy", 2 * written)
 
 
 def _sums(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
-    """A sum reads all copies, or parts, and writes one row for them."""
+    """A sum reads all copies, or terms, and writes one row for them."""
     first = series[0]
     read = _bytes_of(programs, series, first.reads[0])
     written = _bytes_of(programs, series, first.writes[0])
@@ -297,7 +297,7 @@ TRAFFIC: Mapping[Kind, Callable[[Sequence[BoundProgram], Sequence[Operation]], S
     "reduce": _sums,
     "alltoall": _exchanges,
     "allgather": _exchanges,
-    "reduce_parts": _sums,
+    "reduce_ranks": _sums,
     "put": _moves,
 }
 
@@ -315,7 +315,7 @@ def _bytes_of(
 ) -> RowCounts:
     """[S, C] bytes of each chunk's rows in a buffer like this one."""
     buffer = programs[0].program.buffers[number]
-    row_bytes = buffer.copies * sum(programs[0].message_bytes(buffer))
+    row_bytes = buffer.repeats * sum(programs[0].message_bytes(buffer))
     return row_bytes * _rows_at(programs, series, buffer.boundary)
 
 

@@ -19,7 +19,7 @@ from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
+from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
 from monta_megatron.exchange.kernels.to_experts import to_experts
 
 MOST_REGISTERS = 128
@@ -73,10 +73,10 @@ def launch_reduce(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
     return launches_of(reduce, before, copies_of(), after, torch.float32, index, unrounded, 3)
 
 
-def launch_reduce_parts(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
+def launch_reduce_ranks(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
     before, after = (message(rows, dtype, hidden_size) for rows in (4 * NUM_ROWS, NUM_ROWS))
     unrounded = None if dtype == torch.float32 else torch.empty(NUM_ROWS, hidden_size)
-    return launches_of(reduce_parts, before, after, torch.float32, 2, unrounded, 1)
+    return launches_of(reduce_ranks, before, after, torch.float32, 2, unrounded, 1)
 
 
 def launch_lists(num_experts: int) -> list[Launch]:
@@ -110,8 +110,8 @@ ROWS: dict[tuple[Callable[..., list[Launch]], torch.dtype, int], tuple[int, int]
     (launch_reduce, FLOAT32, 4096): (2, 2),
     (launch_reduce, BFLOAT16, 64): (1, 1 + 2),
     # In turn the parts, and the one that was not rounded.
-    (launch_reduce_parts, BFLOAT16, 4096): (1 + 2, 1),
-    (launch_reduce_parts, FLOAT32, 4096): (1, 1),
+    (launch_reduce_ranks, BFLOAT16, 4096): (1 + 2, 1),
+    (launch_reduce_ranks, FLOAT32, 4096): (1, 1),
 }
 OTHERS: list[tuple[Callable[..., list[Launch]], object]] = [
     *((launch_find, num_parts) for num_parts in (2, 8, 64, 512)),

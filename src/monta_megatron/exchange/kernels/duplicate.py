@@ -13,16 +13,14 @@ import triton.language as tl
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
-    COPIED,
     LIST,
     Launch,
     Launches,
     blocks_of,
+    copy_tile,
     kernel,
     move_rows,
     stride_of,
-    tile_for,
-    values_per_unit,
 )
 from monta_megatron.exchange.kernels.to_experts import to_experts
 
@@ -49,9 +47,7 @@ def duplicate(
     probs_NW = None if into.probs is None else columns.probs
     ids_NW = None if into.ids is None else columns.ids
     if "duplicate" not in launches:
-        unit = values_per_unit(rows_NH, into.rows)
-        num_units = rows_NH.shape[1] // unit
-        tile = tile_for(num_units, COPIED)
+        unit, num_units, tile = copy_tile(rows_NH, into.rows)
         launches["duplicate"] = Launch(
             _duplicate,
             tile.rows,

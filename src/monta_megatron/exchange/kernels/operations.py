@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange.buffers import Buffers, Columns, promoted
 from monta_megatron.exchange.kernels import duplicate as duplicates
-from monta_megatron.exchange.kernels import find_copies, reduce_parts
+from monta_megatron.exchange.kernels import find_copies, reduce_ranks
 from monta_megatron.exchange.kernels import reduce as sums
 from monta_megatron.exchange.kernels import to_experts as experts
 from monta_megatron.exchange.operations import OPERATIONS, Works, first_unrounded
@@ -21,7 +21,7 @@ from monta_megatron.exchange.operations import OPERATIONS, Works, first_unrounde
 def find(buffers: Buffers, operation: Operation) -> None:
     """Derive the copies of rows from their expert ids; two launches."""
     columns, _ = buffers.source(operation)
-    parts = buffers.exchange.bound.stages[operation.position].parts
+    parts = buffers.exchange.bound_chain.stages[operation.position].parts
     assert columns.ids is not None and parts is not None, f"{operation.stage} has nothing to find"
     copies, launches = buffers.copies(operation), buffers.launches(operation)
     find_copies.find_copies(columns.ids, parts, copies, launches)
@@ -50,22 +50,22 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
     (columns, index_M), (into, _) = buffers.source(operation), buffers.target(operation)
     unrounded_RH, first = None, 0
     if operation.unrounded is not None:
-        # Rows on the wire are rounded; this rank's part of the next sum is not.
+        # Rows on the wire are rounded; this rank's term of the next sum is not.
         unrounded_RH = buffers.columns(operation.unrounded).rows
         first = first_unrounded(buffers, operation)
     copies, launches = buffers.copies(operation), buffers.launches(operation)
     sums.reduce(columns, copies, into, buffers.sum_dtype, index_M, unrounded_RH, first, launches)
 
 
-def sum_parts(buffers: Buffers, operation: Operation) -> None:
-    """Sum each row's parts from all ranks, rounded once: [P * N, H] -> [N, H]."""
+def sum_ranks(buffers: Buffers, operation: Operation) -> None:
+    """Sum each row's terms from all ranks, rounded once: [P * N, H] -> [N, H]."""
     (columns, _), (into, _) = buffers.source(operation), buffers.target(operation)
     kept = operation.unrounded
-    reduce_parts.reduce_parts(
+    reduce_ranks.reduce_ranks(
         columns,
         into,
         promoted(buffers.exchange.sum_dtype, columns.rows.dtype),
-        operation.parts_per_sum,
+        operation.ranks_per_sum,
         None if kept is None else buffers.columns(kept).rows,
         buffers.group(operation).rank,
         buffers.launches(operation),
@@ -79,5 +79,5 @@ FUSED_OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = 
     "duplicate": duplicate,
     "to_experts": to_experts,
     "reduce": reduce,
-    "reduce_parts": sum_parts,
+    "reduce_ranks": sum_ranks,
 }

@@ -124,6 +124,13 @@ def tile_for(units: int, tiles: tuple[Tile, ...]) -> Tile:
     return next((tile for tile in tiles if units <= tile.units), tiles[-1])
 
 
+def copy_tile(rows: torch.Tensor, into: torch.Tensor) -> tuple[int, int, Tile]:
+    """Values of a unit, units of a row, and the tile to copy rows with; both [any number, H]."""
+    unit = values_per_unit(rows, into)
+    num_units = rows.shape[1] // unit
+    return unit, num_units, tile_for(num_units, COPIED)
+
+
 def sum_type(dtype: torch.dtype) -> Any:
     """Type of sums: fp32, or fp64 for fp64 values."""
     return tl.float64 if dtype == torch.float64 else tl.float32

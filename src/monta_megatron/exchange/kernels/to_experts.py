@@ -17,15 +17,13 @@ import triton.language as tl
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
-    COPIED,
     Launch,
     Launches,
     blocks_of,
+    copy_tile,
     kernel,
     move_rows,
     stride_of,
-    tile_for,
-    values_per_unit,
 )
 
 
@@ -48,9 +46,7 @@ def to_experts(
     launches = {} if launches is None else launches
     rows_NH, probs_NW = columns.rows, None if into.probs is None else columns.probs
     if "to experts" not in launches:
-        unit = values_per_unit(rows_NH, into.rows)
-        num_units = rows_NH.shape[1] // unit
-        tile = tile_for(num_units, COPIED)
+        unit, num_units, tile = copy_tile(rows_NH, into.rows)
         launches["to experts"] = Launch(
             _to_experts,
             tile.rows,
