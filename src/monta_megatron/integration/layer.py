@@ -1,4 +1,7 @@
-"""How an MoE layer gets our dispatcher: by patching MoELayer or, without a patch, by a spec."""
+"""How an MoE layer gets our dispatcher: by patching MoELayer or, without a patch, by a spec.
+
+Megatron is imported in functions, not at the top: its import calls `patch_moe_layer` of this file.
+"""
 
 import copy
 import dataclasses
@@ -10,7 +13,7 @@ from typing import Any
 
 from monta_megatron.common.launch_order import settle_launch_order
 from monta_megatron.integration.arguments import is_monta, refuse, seen_as_alltoall
-from monta_megatron.integration.ranks import add_layer
+from monta_megatron.integration.ranks import add_layer, reports_for_stage
 
 
 def patch_moe_layer(moe_layer: ModuleType) -> None:
@@ -48,22 +51,22 @@ def build_with_monta(
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from monta_megatron.integration.dispatcher import MontaTokenDispatcher
-    from monta_megatron.integration.ranks import reports_for_stage
 
-    if not is_monta(config) and getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise ValueError(
-            "overlap_moe_expert_parallel_comm: got True, must be False with the dispatcher in the "
-            "layer spec, since Megatron's schedule would free what the experts have saved; set "
-            "moe_token_dispatcher_type to 'monta' instead"
-        )
     if not is_monta(config):
-        # Megatron has checked no option of ours, and has made its groups.
+        if getattr(config, "overlap_moe_expert_parallel_comm", False):
+            raise ValueError(
+                "overlap_moe_expert_parallel_comm: got True, must be False with the dispatcher in "
+                "the layer spec, since Megatron's schedule would free what the experts have saved; "
+                "set moe_token_dispatcher_type to 'monta' instead"
+            )
+        # `check_config` has not run, which does this before Megatron makes its groups.
         settle_launch_order()
     groups = kwargs["pg_collection"] = kwargs.get("pg_collection") or get_default_pg_collection()
     with seen_as_alltoall(config):
         construct(layer, config, *args, **kwargs)
     try:
         if getattr(config, "moe_monta_overlap_experts", False):
+            # Only trainings that ask for it import it.
             from monta_megatron.integration.experts import prepare_layer
 
             prepare_layer(layer)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
+from monta_megatron.common import presets
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
 
@@ -175,8 +176,6 @@ class Options:
             )
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
-            from monta_megatron.common import presets
-
             path = presets.find("clusters", given["cluster"])
             # `load_cluster` says what is wrong with a file that does not exist.
             changed_ns = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
@@ -227,6 +226,7 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
 @cache
 def _cluster(path: str | Path, changed_ns: int) -> Cluster:
     """A cluster file, read once per process unless it changes: every layer asks for it."""
+    # A training without a cluster file needs no reader of YAML.
     from monta_megatron.planner.cluster_file import load_cluster
 
     return load_cluster(path)

@@ -58,12 +58,12 @@ def planner_for(
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
         return Planner(chains=(chain,), num_chunks=(num_chunks,), splits_experts=splits_experts)
+    # A named chain needs no prices.
+    from monta_megatron.planner.cluster_file import uncalibrated
     from monta_megatron.planner.select import NUM_CHUNKS
 
     cluster = options.cluster
     if cluster is None:
-        from monta_megatron.planner.cluster_file import uncalibrated
-
         cluster = uncalibrated(layout, gpu_name())
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
@@ -89,7 +89,7 @@ def planner_for(
 
 def incompatibility(chain: Chain, config: "TransformerConfig", layout: Layout) -> str | None:
     """Why a chain cannot run with a configuration, or None."""
-    # Imports Megatron, which may be importing us.
+    # Not at the top: it imports Megatron, and Megatron's import imports this file.
     from monta_megatron.integration.counts import demands_order
 
     if chain.rows == "tokens" and getattr(config, "moe_pad_expert_input_to_capacity", False):
