@@ -36,7 +36,7 @@ from monta_megatron.integration.ranks import agree
 from monta_megatron.planner.choose import LATE, TRIALS, Planner, Window, half_octave
 
 TIME_BITS = 31
-TICK_US = 10
+TICK_US, MOST_TICKS = 10, (1 << TIME_BITS) - 1
 # From the first window to the second, because early routing is untrained.
 STEPS_TO_SECOND = 1000
 
@@ -61,12 +61,7 @@ class Chooser:
         self._set_head(agreed_config)
 
     def choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
-        """Compare the heads of all ranks, and return the choice of a micro-batch.
-
-        Args:
-            counts: of the micro-batch.
-            is_training: whether the layer is in training mode.
-            device: where the exchange runs.
+        """Compare the heads of all ranks, and return the choice of the micro-batch of the counts.
 
         Raises:
             ValueError: the ranks differ; the message names the first that does, and the field.
@@ -167,10 +162,7 @@ class AutoChoice(Chooser):
         return self.window is not None and self.window.is_open(self.step)
 
     def enter_step(self, optimizer: Any) -> None:
-        """Stop the clock at the entry of an optimizer's step, and end the step if it is the first.
-
-        Where several optimizers step one after the other, the largest count is the step number.
-        """
+        """End the step when its first optimizer steps; those that follow only stop the clock."""
         self._clock.stop()
         # A new optimizer, such as the wrapper of a second call of `train`, continues the count.
         number = self._steps.get(optimizer, max(self.step - 1, 0)) + 1
@@ -201,13 +193,14 @@ class AutoChoice(Chooser):
         """Read the times at a step's first training counts; opens the first window."""
         before_last, last, _ = self._records
         self._busiest = counts.busiest_over_mean or self._busiest
-        times = counts.heads & (1 << TIME_BITS) - 1
+        times = counts.heads & MOST_TICKS
         if self.window is not None and times.all():
             us = int(times.max()) * TICK_US
             if line := self.window.add_time(self.step - LATE, us, before_last.kind):
                 self._report(line)
         # The device has finished the last step, since the host has waited for later counts.
-        last.ticks = min(round((us_of(last.segments) or 0) / TICK_US), (1 << TIME_BITS) - 1)
+        if last.segments:
+            last.ticks = min(round((us_of(last.segments) or 0) / TICK_US), MOST_TICKS)
         if self.window is None and not self._others_measure:
             self._open(counts.max_tokens)
             self._choose_for_step()

@@ -406,7 +406,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             FirstUse(
                 chain=CHAINS[choice.chain],
                 num_chunks=choice.num_chunks,
-                count_table=setup.count_table,
+                count_table=setup.counts.count_table,
                 group=self.tp_ep_group,
                 groups=self.groups,
                 hidden_size=self.hidden_shape[-1],

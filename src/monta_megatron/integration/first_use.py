@@ -128,13 +128,13 @@ class FirstUse:
     def _on_any_rank(self, difference: str) -> str:
         """The ranks with a difference, and the first one's difference; "" if there is none."""
         ranks = dist.get_process_group_ranks(self.group)
-        lines = dict(zip(ranks, gather_objects(difference, self.group), strict=True))
-        wrong = [rank for rank in ranks if lines[rank]]
+        lines = zip(ranks, gather_objects(difference, self.group), strict=True)
+        wrong = {rank: line for rank, line in lines if line}
         if not wrong:
             return ""
         return (
             f" is wrong on rank {', '.join(map(str, wrong))} of the ranks "
-            f"{', '.join(map(str, ranks))}; on rank {wrong[0]} {lines[wrong[0]]}"
+            f"{', '.join(map(str, ranks))}; on rank {min(wrong)} {wrong[min(wrong)]}"
         )
 
     def _differences(self) -> Iterator[str]:
@@ -198,7 +198,7 @@ class FirstUse:
             combine backward         1   1   2   2              2   3 - row, at all 3 experts
             dispatch backward        4   5   8   0              s   outputs for 3 - row, summed
 
-        So no memory left by a pass holds the answer of another.
+        The bits of 3 - row all differ from the row's, so no pass can pass by stale memory.
         """
         layout, is_token = self.count_table.layout, self.chain.rows == "tokens"
         terms, etp_rank = torch.tensor(TERMS), layout.rank % layout.etp

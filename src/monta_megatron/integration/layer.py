@@ -17,11 +17,7 @@ from monta_megatron.integration.ranks import add_layer, reports_for_stage
 
 
 def patch_moe_layer(moe_layer: ModuleType) -> None:
-    """Let `MoELayer` build our dispatcher where its configuration says "monta".
-
-    Args:
-        moe_layer: the module megatron.core.transformer.moe.moe_layer.
-    """
+    """Make `moe_layer.MoELayer` build our dispatcher if its configuration says "monta"."""
     original = moe_layer.MoELayer.__init__
 
     @functools.wraps(original)
@@ -45,7 +41,7 @@ def build_with_monta(
         config: its TransformerConfig; the dispatcher keeps it.
 
     Raises:
-        ValueError: the 1F1B overlap schedule takes this layer for one of stock's, or the dispatcher
+        ValueError: the 1F1B overlap schedule would treat this layer as stock's, or the dispatcher
             cannot run here; the latter ends a training with one line and exit status 2.
     """
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -80,7 +76,7 @@ def build_with_monta(
     if hasattr(layer, "_training_token_dispatcher"):
         layer._training_token_dispatcher = dispatcher
     layer.token_dispatcher = dispatcher
-    # So that the layer goes when nothing else holds it.
+    # The dispatcher must not keep its layer alive.
     dispatcher.moe_layer = weakref.ref(layer)
     add_layer(layer)
 
@@ -102,7 +98,7 @@ def monta_moe_layer() -> type:
 def with_monta(spec: Any) -> Any:
     """A copy of a spec in which every MoE layer uses our dispatcher.
 
-    This is the way in that patches nothing: pass the result where Megatron takes a spec, with
+    Nothing of Megatron is patched: pass the result where Megatron takes a spec, with
     `moe_token_dispatcher_type="alltoall"` in the configuration.
 
     Args:
@@ -119,10 +115,10 @@ def with_monta(spec: Any) -> Any:
 
 
 def _with_monta(part: Any) -> Any:
-    """A part of a spec with our layer instead of Megatron's; itself if it holds none.
+    """A part of a spec with our layer in place of Megatron's; the part itself if it holds none.
 
     Megatron's specs are dataclasses, partials (megatron-core >= 0.18 builds the MoE layer from
-    one), lists and mappings, around classes. Nothing else is copied: a builder may be a closure.
+    one), lists and mappings, around classes. Anything else, such as a closure, is left as it is.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
 

@@ -42,8 +42,7 @@ class LayerSetup:
         groups: Megatron's "ep", "etp" and "tp_ep".
         planner: proposes choices.
         chooser: makes the choice of each optimizer step.
-        count_table: layout of the exchanged counts.
-        counts: source of the counts of a micro-batch.
+        counts: source of the counts.
         captures: whether CUDA graphs capture the preprocessing.
         is_fused: whether Triton kernels do the work.
     """
@@ -53,7 +52,6 @@ class LayerSetup:
     groups: Mapping[str, dist.ProcessGroup]
     planner: Planner
     chooser: Chooser
-    count_table: CountTable
     counts: CountExchange | CapacityCounts
     captures: bool
     is_fused: bool
@@ -106,10 +104,8 @@ def set_up_layer(
     """Set up the exchange of a layer, together with its other ranks.
 
     Args:
-        config: of the model.
-        num_local_experts: L.
+        config, num_local_experts, pg_collection: as the dispatcher gets them.
         groups, captures: see `LayerSetup`.
-        pg_collection: all groups of the model.
 
     Raises:
         ValueError: the chain cannot run on the layout, or the ranks differ; on all ranks.
@@ -180,7 +176,7 @@ def set_up_layer(
             num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
             kernels=kernels,
         )
-        counts: CountExchange | CapacityCounts = CapacityCounts(layout=layout, config=config)
+        counts: CountExchange | CapacityCounts = CapacityCounts(count_table=table, config=config)
         if not config.moe_pad_expert_input_to_capacity:
             topk = config.moe_router_topk
             counts = CountExchange(
@@ -192,7 +188,6 @@ def set_up_layer(
             groups=groups,
             planner=planner,
             chooser=chooser,
-            count_table=table,
             counts=counts,
             captures=captures,
             is_fused=is_fused(kernels, device),

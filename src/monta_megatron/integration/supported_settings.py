@@ -183,14 +183,9 @@ def check_supported(config: Any) -> None:
     Raises:
         ValueError: names the setting and the reason.
     """
-    _check(config, UNSUPPORTED, "moe_token_dispatcher_type='monta'")
+    refused = [("moe_token_dispatcher_type='monta'", each) for each in UNSUPPORTED]
     if getattr(config, "moe_monta_overlap_experts", False):
-        _check(config, UNSUPPORTED_WITH_OVERLAP, "moe_monta_overlap_experts")
-
-
-def _check(config: Any, settings: tuple[Unsupported, ...], asked_for: str) -> None:
-    for unsupported in settings:
-        if unsupported.is_set(config):
-            raise ValueError(
-                f"{unsupported.setting}: not supported with {asked_for}: {unsupported.reason}"
-            )
+        refused += [("moe_monta_overlap_experts", each) for each in UNSUPPORTED_WITH_OVERLAP]
+    for option, each in refused:
+        if each.is_set(config):
+            raise ValueError(f"{each.setting}: not supported with {option}: {each.reason}")
