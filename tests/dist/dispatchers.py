@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from monta_megatron.chains import CHAINS
 
-# Of a window, in which two candidates take turns.
+# Of a tuning window, with trials of two candidates.
 STEPS = 6
 
 

@@ -1,4 +1,4 @@
-"""Functions that run on the ranks of a pool: training steps of MoE layers that choose by turns.
+"""Functions that run on the ranks of a pool: training steps while candidates are tried.
 
 A rank notes what every exchange of its layers ran in, so that ranks can be compared.
 """
@@ -180,7 +180,7 @@ def clock_of(us_of_choice: dict[str, float], model: Model) -> Iterator[None]:
         yield
 
 
-def turns(
+def tune(
     case: Case, training: Training, us_of_choice: dict[str, float]
 ) -> tuple[list[str], list[str], list[int]]:
     """A training in which each choice takes a given time.

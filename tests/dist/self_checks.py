@@ -13,6 +13,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.counts import HEAD_SIZE, num_counted_blocks
 from monta_megatron.chains.program import Kind, Operation
+from monta_megatron.core import Choice
 from monta_megatron.exchange import copies, counts, executor, operations, sums
 from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.collectives import PeerGroup
@@ -55,8 +56,7 @@ def use_of(case: Case, fused: bool = False) -> first_use.FirstUse:
         kernels="fused" if fused else "torch",
     )
     return first_use.FirstUse(
-        chain=chain,
-        num_chunks=case.num_chunks,
+        choice=Choice(chain=case.chain, num_chunks=case.num_chunks),
         count_table=table,
         group=whole,
         groups=groups,

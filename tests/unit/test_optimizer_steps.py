@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
 from monta_megatron.integration import auto
-from monta_megatron.integration.auto import AutoChoice
+from monta_megatron.integration.auto import AutoChooser
 from monta_megatron.integration.optimizer_steps import call_at_steps
 
 T = TypeVar("T")
@@ -104,12 +104,12 @@ def test_steps() -> None:
 
 
 def test_an_optimizer_that_comes_later_takes_up_the_count() -> None:
-    """Two that take turns make one step; a wrapper that is made anew goes on from there."""
+    """Two that alternate make one step; a wrapper that is made anew goes on from there."""
     unused: Any = SimpleNamespace()
     ranks = {"get_process_group_ranks": lambda _: [0], "get_rank": lambda: 0}
     alone = SimpleNamespace(**ranks, get_group_rank=lambda *_: 0)
     with mock.patch.object(auto, "dist", alone):
-        chooser = AutoChoice(unused, 6, False, {}, unused, unused)
+        chooser = AutoChooser(unused, 6, False, {}, unused, unused)
     first, second, later = of_torch(), of_torch(), of_torch()
     for optimizer in (first, second, first, second, first, second):
         chooser.enter_step(optimizer)

@@ -1,4 +1,4 @@
-"""Windows of layers that share an exchange, and of models that come one after the other."""
+"""Tuning windows of layers that share an exchange, and of models that come one after the other."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ TUNE_STEPS = 6
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChoice]:
+def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChooser]:
     """Choices of two shapes on one exchange."""
     monkeypatch.setattr(auto, "_shared", {})
     monkeypatch.setattr(auto, "is_usable", lambda _: True)
@@ -47,13 +47,13 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChoice]:
     )
     group: Any = SimpleNamespace()
     for name in ("first", "second"):
-        auto._shared[name,] = auto.AutoChoice(
+        auto._shared[name,] = auto.AutoChooser(
             planner, TUNE_STEPS, False, {"shape": name}, group, False
         )
-    return auto.choosers()
+    return auto.shared_choosers()
 
 
-def train(step_of: torch.optim.Optimizer, *used: auto.AutoChoice) -> None:
+def train(step_of: torch.optim.Optimizer, *used: auto.AutoChooser) -> None:
     """An iteration with a micro-batch of each."""
     for chooser in used:
         assert chooser.choose(COUNTS, True, torch.device("cpu")) is not None
@@ -64,29 +64,29 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 
 
-def test_layers_of_two_shapes_take_turns_one_after_the_other(two: list[auto.AutoChoice]) -> None:
+def test_layers_of_two_shapes_are_tuned_one_after_the_other(two: list[auto.AutoChooser]) -> None:
     first, second = two
-    step_of, measuring = optimizer(), []
+    step_of, tuning = optimizer(), []
     for _ in range(2 * TUNE_STEPS + 4):
         train(step_of, first, second)
-        measuring.append((first.is_measuring, second.is_measuring))
-    assert not any(all(each) for each in measuring)
+        tuning.append((first.is_tuning, second.is_tuning))
+    assert not any(all(each) for each in tuning)
     assert first.window is not None and second.window is not None
-    assert (first.window.first, second.window.first) == (0, TUNE_STEPS + auto.LATE)
+    assert (first.window.first, second.window.first) == (0, TUNE_STEPS + auto.TIME_LAG)
 
 
-def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChoice]) -> None:
+def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChooser]) -> None:
     """Its layers may be there still, on some ranks: the other ranks open the window now."""
     dropped, model = two
     step_of = optimizer()
     train(step_of, dropped)
     for _ in range(2):
-        assert dropped.is_measuring
+        assert dropped.is_tuning
         train(step_of, model)
     assert model.window is not None and model.window.first == 2
 
 
-def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChoice]) -> None:
+def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChooser]) -> None:
     """An actor and a critic of one shape, whose optimizers step one after the other."""
     shared, _ = two
     actor, critic = optimizer(), optimizer()
@@ -98,10 +98,10 @@ def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChoice]
             next(clock), next(clock)
             train(actor, shared)
     # Of two segments, 1 ms each.
-    assert shared.step == 3 and shared._records[-2].ticks == 2_000 // auto.TICK_US
+    assert shared.step == 3 and shared._records[2].ticks == 2_000 // auto.TICK_US
 
 
-def test_a_first_turn_is_announced_once(two: list[auto.AutoChoice]) -> None:
+def test_a_first_trial_is_announced_once(two: list[auto.AutoChooser]) -> None:
     """Though the steps of other layers' optimizers come before its exchanges."""
     shared, said = two[0], list[str]()
     shared._report = said.append  # type: ignore[assignment]

@@ -81,7 +81,13 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
 
 
 def extend_transformer_config(transformer_config: ModuleType) -> None:
-    """Add the dispatcher type and the option fields to TransformerConfig and its subclasses."""
+    """Add the dispatcher type and the option fields to TransformerConfig and its subclasses.
+
+    A subclass of ours would not do: Megatron and frameworks create these classes by name, and read
+    their fields for the command line, copies and checkpoints. The classes are complete when we see
+    them, and creating them again would leave references to the old ones. So the fields are entered
+    where `dataclasses.fields` finds them, and each generated constructor is wrapped to take them.
+    """
     base = transformer_config.TransformerConfig
     defaults = defaults_from_environment()
     for config_class in _with_subclasses(base):

@@ -129,12 +129,14 @@ def padded(routing_map_TE: torch.Tensor, config: TransformerConfig) -> torch.Ten
 def replaces_preprocess() -> bool:
     """Whether a framework has replaced stock's `preprocess`.
 
-    Frameworks whose routing maps do not hold top-k experts of each token replace it, to count the
-    rows that stock permutes.
+    verl does (since its pull request 4986; utils/megatron/router_replay_patch.py), and others after
+    it: a replayed token may name an expert twice, so a map holds fewer than top-k experts of it,
+    and the rows that stock permutes have to be counted. Our own `preprocess` hides the replacement,
+    which keeps stock's name but not the file in which it was written.
     """
-    replaced = getattr(stock.MoEAlltoAllTokenDispatcher.preprocess, "__code__", None)
+    current = getattr(stock.MoEAlltoAllTokenDispatcher.preprocess, "__code__", None)
     original = stock.MoETokenDispatcher.__init__.__code__
-    return replaced is None or replaced.co_filename != original.co_filename
+    return current is None or current.co_filename != original.co_filename
 
 
 # In batch-invariant mode (since 0.20) Megatron's unpermute adds a token's rows by EP rank, then by

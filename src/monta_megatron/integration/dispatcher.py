@@ -18,8 +18,8 @@ transpose may run as one pipeline between token_dispatch and token_combine, whic
 (`compute`; `experts` calls it).
 
 Notation: H = hidden size, T = tokens of this rank, E = number of experts, L = local experts,
-EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N = rows, W = most
-experts of any token, K = integers that this rank needs of all ranks' counts.
+EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N = rows, W = width of
+the lists of each token's experts, K = integers that this rank needs of all ranks' counts.
 """
 
 import weakref
@@ -59,11 +59,11 @@ class MicroBatch:
         token_dispatch         set      set            set         set with experts in the pipeline
         token_combine          set      -              -           -
 
-    early: set where the host waits before permute (`preprocess` has the table); choice also where
-    it was known before the counts.
+    early: set where the host waits before permute (`preprocess` has the table); choice also if the
+    whole step has one.
 
     Attributes:
-        choice: what runs; None while it depends on counts that have not arrived.
+        choice: of this micro-batch; None: not chosen, until its counts arrive.
         has_topk: every token should have top-k experts, so shapes are known before the counts.
         num_permuted: rows to permute if the counts have not arrived.
         exchanges: the bound chain; one per chunk with the experts in the pipeline.
@@ -78,7 +78,7 @@ class MicroBatch:
 
     @property
     def rows(self) -> Rows:
-        """Rows of the chain; permuted tokens until there is a choice, as CUDA graphs need."""
+        """Rows of the chain; permuted tokens while none is chosen, as CUDA graphs need."""
         return "permuted tokens" if self.choice is None else CHAINS[self.choice.chain].rows
 
 
@@ -123,7 +123,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.groups = self.setup.open_groups({})
         self.monitor = Monitor()
         self.moe_layer: weakref.ref[torch.nn.Module] | None = None
-        self.micro_batch = MicroBatch(choice=self.chooser.choice)
+        self.micro_batch = MicroBatch(choice=self.chooser.step_choice)
         self.received_rows = np.zeros(len(self.setup.layout.nodes), dtype=np.int64)
         self.exchange_counts: torch.Tensor | None = None
         self._counts = self.setup.counts
@@ -138,7 +138,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     @property
     def choice(self) -> Choice | None:
-        """The choice of the last micro-batch."""
+        """The choice of the last micro-batch; None before the first."""
         return self.micro_batch.choice
 
     @property
@@ -181,7 +181,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             permuted tokens  any other            before permute  as counted
 
         CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k
-        rows, or E * capacity, even without a choice.
+        rows, or E * capacity, before there is a choice.
         """
         batch, captures = self.micro_batch, self.setup.captures
         self.exchange_counts, batch.num_permuted = self._counts.exchange(
@@ -351,7 +351,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         config = self.config
         has_topk = config.moe_expert_capacity_factor is None and not replaces_preprocess()
         return MicroBatch(
-            choice=self.chooser.choice,
+            choice=self.chooser.step_choice,
             has_topk=has_topk and not config.moe_router_padding_for_quantization,
         )
 
@@ -366,23 +366,26 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """Set choice and exchanges of the micro-batch; checks a choice before its first use."""
         batch, layer = self.micro_batch, None if self.moe_layer is None else self.moe_layer()
         is_training = torch.is_grad_enabled() if layer is None else layer.training
-        batch.choice = choice = self.chooser.choose(counts, is_training, self.probs.device)
-        self.received_rows = counts.received_rows.copy()
+        choice = self.chooser.choose(counts, is_training, self.probs.device)
+        assert batch.choice in (None, choice), f"entered for {batch.choice}, chosen: {choice}"
+        batch.choice, self.received_rows = choice, counts.received_rows.copy()
         if choice not in self._checked:
             self._check(choice)
         chain, num_chunks, width = CHAINS[choice.chain], choice.num_chunks, 0
         sum_dtype = torch.float32
         if chain.rows == "permuted tokens":
-            of_exchanges: list[ChainCounts] = [counts.permuted_tokens]
+            counts_by_exchange: list[ChainCounts] = [counts.permuted_tokens]
             # Megatron reduces over the expert tensor parallel group in the probabilities' dtype.
             sum_dtype = torch.promote_types(self.probs.dtype, torch.float32)
         else:
             assert counts.tokens is not None, "counted for chains of tokens"
             least = self.config.moe_router_topk if batch.has_topk else 0
-            width, of_exchanges = max(least, counts.max_experts_per_token), [counts.tokens]
+            width = max(least, counts.max_experts_per_token)
+            counts_by_exchange = [counts.tokens]
             if choice.splits_experts:
                 blocks = blocks_of_chunks(counts.tokens.tokens.shape[1], num_chunks)
-                of_exchanges, num_chunks = [counts.tokens.of_blocks(*each) for each in blocks], 1
+                counts_by_exchange = [counts.tokens.of_blocks(*each) for each in blocks]
+                num_chunks = 1
         batch.exchanges = [
             Exchange(
                 bound_chain=chain.bind(self.setup.layout, each, num_chunks),
@@ -392,7 +395,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 max_experts_per_token=width,
                 fused=self.setup.is_fused,
             )
-            for each in of_exchanges
+            for each in counts_by_exchange
         ]
         self._num_received = int(sum(each.bound_chain.num_expert_rows for each in batch.exchanges))
 
@@ -404,8 +407,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             from monta_megatron.integration.first_use import FirstUse
 
             FirstUse(
-                chain=CHAINS[choice.chain],
-                num_chunks=choice.num_chunks,
+                choice=choice,
                 count_table=setup.counts.count_table,
                 group=self.tp_ep_group,
                 groups=self.groups,

@@ -12,6 +12,15 @@ Every fourth column of an output shows the order of a sum instead: its summands 
 ... with s so small that s + B = B in fp32. Then s + B - B is 0, but -B + B + s is s. All partial
 sums are values of the rows' dtype, so no hop rounds.
 
+To debug a failure: the message names the pass, the row and column of its first wrong value, the
+row's token and experts, and both values. Every pass gets right inputs, so the pass itself is wrong.
+- Does it pass with --moe-monta-num-chunks 1? Then chunks share what they must not: a buffer of a
+  ring, an event. With --moe-monta-kernels torch? Then a Triton kernel is wrong.
+- A value of 0 was never written, or its chunk is missing. A row with another token's bits went
+  astray: `Segments` of the stage that moved it. A smaller sum lacks an expert's row.
+- Columns 3, 7, 11, ... of combine and dispatch backward alone: a sum has another order.
+`tests/dist/self_checks.py` runs the check on CPU ranks, with planted faults of each kind.
+
 All ranks of the exchange must call `check`. If only one rank raises an exception on its way, the
 others wait in the next collective until the time limit of its group.
 
@@ -31,10 +40,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains import Chain
+from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
-from monta_megatron.common.units import counted
-from monta_megatron.core import Layout
+from monta_megatron.core import Choice, Layout
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
 from monta_megatron.exchange.counts import CountTable
@@ -45,7 +53,7 @@ from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.integration.counts import CountExchange
 
 # Most tokens of a rank; rank r has r % 8 fewer, so that neighbours' numbers of tokens differ.
-NUM_TOKENS, FEWER_TOKENS = 256, 8
+NUM_TOKENS = 256
 # bf16 holds all integers up to 256: a sum has at most 64 terms of at most 2 * 2.
 LARGEST, MOST_TERMS = 256, 64
 # s, B, -B, and 0 for all further summands; all are normal numbers of fp16.
@@ -67,10 +75,10 @@ class SelfCheckError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstUse:
-    """A chain in a number of chunks, with rows like a training's.
+    """A choice, with rows like a training's.
 
     Attributes:
-        chain, num_chunks: the same on all ranks of the exchange.
+        choice: the same on all ranks of the exchange.
         count_table: of the training; has this rank's position in the exchange.
         group: the ranks of the exchange.
         groups: process groups by the group names of the chain.
@@ -81,8 +89,7 @@ class FirstUse:
         fused: whether Triton kernels do the work.
     """
 
-    chain: Chain
-    num_chunks: int
+    choice: Choice
     count_table: CountTable
     group: dist.ProcessGroup
     groups: Mapping[str, PeerGroup]
@@ -93,48 +100,52 @@ class FirstUse:
     device: torch.device
     fused: bool
 
+    @property
+    def chain(self) -> Chain:
+        """The chain of the choice."""
+        return CHAINS[self.choice.chain]
+
     def check(self) -> None:
-        """Check the chain, unless it has passed in this process; draws no random numbers.
+        """Check the choice, unless it has passed in this process; draws no random numbers.
 
         Raises:
             SelfCheckError: a rank found a difference, or the round trip failed.
         """
         passed = _passed.setdefault(self.group, set())
         rows = self.hidden_size, self.dtype, self.prob_dtype, self.topk
-        key = self.count_table.layout, self.chain.name, self.num_chunks, *rows, self.fused
+        key = self.count_table.layout, self.choice.chain, self.choice.num_chunks, *rows, self.fused
         if key in passed:
             return
-        problem = ""
-        cause: Exception | None = None
         try:
             # A trainer may have set another default device.
             with torch.no_grad(), torch.device("cpu"):
                 for difference in self._differences():
-                    # A collective, with the same answer on all ranks.
-                    if problem := self._on_any_rank(difference):
-                        break
-        except ExchangeError:
+                    self._raise_on_any_rank(difference)
+        except (ExchangeError, SelfCheckError):
             raise
-        except Exception as error:  # noqa: BLE001 - named, and raised below
-            problem, cause = f": the round trip failed: {type(error).__name__}: {error}", error
-        if problem:
-            chain = f"chain {self.chain.name} in {counted(self.num_chunks, 'chunk')}"
-            advice = "Report it, and train with moe_token_dispatcher_type alltoall"
-            if self.fused:
-                advice += " or moe_monta_kernels torch"
-            raise SelfCheckError(f"moe_monta_check: {chain}{problem}. {advice}") from cause
+        except Exception as error:
+            problem = f"the round trip failed: {type(error).__name__}: {error}"
+            raise self._error(problem) from error
         passed.add(key)
 
-    def _on_any_rank(self, difference: str) -> str:
-        """The ranks with a difference, and the first one's difference; "" if there is none."""
+    def _raise_on_any_rank(self, difference: str) -> None:
+        """Raise on all ranks if any has a difference; the message has the first one's."""
         ranks = dist.get_process_group_ranks(self.group)
         lines = zip(ranks, gather_objects(difference, self.group), strict=True)
-        wrong = {rank: line for rank, line in lines if line}
-        if not wrong:
-            return ""
-        return (
-            f" is wrong on rank {', '.join(map(str, wrong))} of the ranks "
-            f"{', '.join(map(str, ranks))}; on rank {min(wrong)} {wrong[min(wrong)]}"
+        if wrong := {rank: line for rank, line in lines if line}:
+            all_ranks, wrong_ranks = (", ".join(map(str, each)) for each in (ranks, wrong))
+            first = min(wrong)
+            raise self._error(
+                f"wrong on rank {wrong_ranks} of {all_ranks}; on rank {first}: {wrong[first]}"
+            )
+
+    def _error(self, problem: str) -> SelfCheckError:
+        advice = "train with moe_token_dispatcher_type alltoall"
+        if self.fused:
+            advice += " or moe_monta_kernels torch"
+        return SelfCheckError(
+            f"moe_monta_check: {self.choice.name}: {problem}. Report it, and {advice}; "
+            "integration/first_use.py says how to debug it"
         )
 
     def _differences(self) -> Iterator[str]:
@@ -163,11 +174,11 @@ class FirstUse:
         counts_K, _ = source.exchange(routing_map_TE.bool().to(self.device))
         counts = table.read(counts_K.cpu().numpy())
         permuted, is_token = counts.permuted_tokens, chain.rows == "tokens"
-        of_rows = counts.tokens if is_token else permuted
-        assert of_rows is not None, "counted for chains of tokens"
+        row_counts = counts.tokens if is_token else permuted
+        assert row_counts is not None, "counted for chains of tokens"
         least = torch.float32 if is_token else self.prob_dtype
         exchange = Exchange(
-            bound_chain=chain.bind(table.layout, of_rows, self.num_chunks),
+            bound_chain=chain.bind(table.layout, row_counts, self.choice.num_chunks),
             groups=self.groups,
             sum_dtype=torch.promote_types(least, torch.float32),
             monitor=Monitor(),
@@ -239,12 +250,12 @@ class FirstUse:
         dispatched = run(exchange, DISPATCH, Columns(rows, probs, ids))
         combined = run(exchange, COMBINE, Columns(self._times(arrived, *outputs)))
         gradients = run(exchange, COMBINE_BACKWARD, Columns(3 - rows))
-        of_experts = Columns(self._times(3 - arrived, *outputs), self._probs(shares))
-        returned = run(exchange, DISPATCH_BACKWARD, of_experts)
+        expert_gradients = Columns(self._times(3 - arrived, *outputs), self._probs(shares))
+        returned = run(exchange, DISPATCH_BACKWARD, expert_gradients)
         prob_gradients = self._probs(all_shares.sum(dim=-1))
         return [
-            ("rows at the experts", dispatched.rows, arrived, received),
-            ("probabilities", dispatched.probs, arrived_probs, received),
+            ("dispatch", dispatched.rows, arrived, received),
+            ("dispatch of probabilities", dispatched.probs, arrived_probs, received),
             ("combine", combined.rows, self._times(rows, *sums), sent),
             ("combine backward", gradients.rows, 3 - arrived, received),
             ("dispatch backward", returned.rows, self._times(3 - rows, *sums), sent),
@@ -257,10 +268,12 @@ class FirstUse:
         index = (columns - (columns + 1) // 4) % values.shape[1]
         return values.to(self.device, self.dtype).index_select(1, index.to(self.device))
 
-    def _times(self, rows: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
+    def _times(
+        self, rows: torch.Tensor, factors: torch.Tensor, *in_order: torch.Tensor
+    ) -> torch.Tensor:
         """[N, H] times [N, bits]; the order columns hold the other two, [N] each."""
-        result = rows * self._wide(of_rows[0])
-        for columns, values in zip((BY_EXPERT, BY_ETP_RANK), of_rows[1:], strict=True):
+        result = rows * self._wide(factors)
+        for columns, values in zip((BY_EXPERT, BY_ETP_RANK), in_order, strict=True):
             result[:, columns] = values.to(self.device, self.dtype)[:, None]
         return result
 
@@ -274,7 +287,7 @@ def route(layout: Layout, topk: int) -> torch.Tensor:
     The experts of a token have one distance, modulo E, which differs from token to token.
     """
     num_experts, places = layout.num_experts, torch.arange(topk)
-    num_tokens = NUM_TOKENS - torch.arange(len(layout.nodes)) % FEWER_TOKENS
+    num_tokens = NUM_TOKENS - torch.arange(len(layout.nodes)) % 8
     source, token = (torch.arange(NUM_TOKENS) < num_tokens[:, None]).nonzero().T[..., None]
     steps = torch.tensor([n for n in range(1, num_experts + 1) if gcd(n, num_experts) == 1])
     first, step = source + token + token // len(steps), steps[token % len(steps)]
@@ -314,17 +327,17 @@ def sum_by_expert(
 def _difference(
     name: str, actual: torch.Tensor, expected: torch.Tensor, pairs: torch.Tensor | None = None
 ) -> str:
-    """The first difference with its position, token, experts and both values; "" if none."""
+    """The first wrong value with its position, token and experts, and their number; "" if none."""
     assert actual.shape == expected.shape, f"{name}: {actual.shape}, {expected.shape}"
-    places = (actual != expected).nonzero()
-    if len(places) == 0:
+    wrong = (actual != expected).nonzero()
+    if len(wrong) == 0:
         return ""
-    first = tuple(places[0].tolist())
-    line = f"{name}: {actual[first].item():g} at {list(first)}"
+    first = tuple(wrong[0].tolist())
+    line = f"{name}: {actual[first].item():g} at {list(first)}, must be {expected[first].item():g}"
     if pairs is not None:
         source, token, _, experts = pairs[first[0]].view(-1, 4).T.tolist()
         line += f" (token {token[0]} of rank {source[0]}, experts {experts})"
-    return f"{line}, must be {expected[first].item():g}"
+    return f"{line}; {len(wrong):,} of {expected.numel():,} values are wrong"
 
 
 def _bits(numbers: torch.Tensor, end: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Set-up of a layer's dispatcher: what lasts for the layer, agreed by the ranks of its exchange."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_obje
 from monta_megatron.exchange.counts import CountTable
 from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
-from monta_megatron.integration.auto import AutoChoice, Chooser, choice_of, share
+from monta_megatron.integration.auto import AutoChooser, Chooser, share_chooser, shared_chooser
 from monta_megatron.integration.counts import CapacityCounts, CountExchange
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import agreed_config, planner_for
@@ -62,9 +63,9 @@ class LayerSetup:
         """Function that lists each token's experts; see `exchange.expert_lists.expert_ids_of`."""
         if self.is_fused:
             # Triton may be missing where no kernel runs.
-            from monta_megatron.exchange.kernels.expert_lists import expert_ids_of as of_kernel
+            from monta_megatron.exchange.kernels import expert_lists
 
-            return of_kernel
+            return expert_lists.expert_ids_of
         return expert_ids_of
 
     def open_groups(self, before: Mapping[str, PeerGroup]) -> Mapping[str, PeerGroup]:
@@ -85,13 +86,11 @@ class LayerSetup:
         groups = peer_groups(self.planner.chains, self.layout, dict(self.groups))
         # After the first iterations Megatron changes the time limit of all groups in this list
         # (--distributed-timeout-seconds-after-init), of ours too.
-        known = parallel_state._global_process_group_list
-        if known is not None:
-            ours, closed = (
-                [each.process_group for each in made.values()] for made in (groups, before)
-            )
-            known[:] = [group for group in known if group in ours or group not in closed]
-            known += [group for group in ours if group not in known]
+        megatrons = parallel_state._global_process_group_list
+        if megatrons is not None:
+            ours, old = ([each.process_group for each in by.values()] for by in (groups, before))
+            megatrons[:] = [group for group in megatrons if group in ours or group not in old]
+            megatrons += [group for group in ours if group not in megatrons]
         return groups
 
 
@@ -112,11 +111,10 @@ def set_up_layer(
         ValueError: the chain cannot run on the layout, or the ranks differ; on all ranks.
     """
     given, group, device = Options.of(config), groups["tp_ep"], device_type()
-    ranks = dist.get_process_group_ranks(group)
     reports = reports_for_stage(group, pg_collection)
     # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation, the
     # rows have to be permuted. In both cases "auto" is limited to chains of permuted tokens, and
-    # chooses by the counts of each micro-batch.
+    # each micro-batch has the planner's pick for its own counts.
     by_counts = captures or config.moe_pad_expert_input_to_capacity
     if captures and config.moe_router_padding_for_quantization:
         raise ValueError(
@@ -125,17 +123,10 @@ def set_up_layer(
         )
 
     def set_up() -> LayerSetup:
-        # Step 1: the ranks of the exchange agree on the options, and share what each knows alone.
         agreed = agreed_config(given, config, groups, permuted_only=by_counts)
-        chooser: Chooser | None = choice_of(group, agreed)
-        facts = gather_objects((agreed, is_named(), node_here(), chooser is not None), group)
-        by_rank, named, hosts, have_chooser = zip(*facts, strict=True)
-        check_named_alike(named, ranks)
-        check_same_config(by_rank, ranks)
-
-        # Step 2: nodes, kernels and the planner.
-        nodes, of_nodes = nodes_of_exchange(given, ranks, hosts)
-        kernels, of_kernels = agreed_kernels(given.kernels, device, group)
+        hosts, chooser = _agree_on_exchange(agreed, group)
+        nodes, nodes_note = nodes_of_exchange(given, dist.get_process_group_ranks(group), hosts)
+        kernels, kernels_note = agreed_kernels(given.kernels, device, group)
         options = replace(given, kernels=kernels)
         layout = Layout(
             ep=groups["ep"].size(),
@@ -145,51 +136,21 @@ def set_up_layer(
             nodes=nodes,
         )
         planner = planner_for(options, config, layout, permuted_only=by_counts)
-
-        # Step 3: the chooser. A dropped model's may be gone on some ranks only; then all make a
-        # new one.
         if planner.fixed is not None:
             chooser = Chooser(planner.fixed, agreed, group)
-        elif chooser is None or not all(have_chooser):
-            auto = AutoChoice(planner, options.tune_steps, by_counts, agreed, group, reports)
-            chooser = share(auto)
-
-        # Step 4: report, one line each.
-        lines = [of_nodes, of_kernels]
-        if options.overlap_experts and not planner.splits_experts:
-            lines.append("moe_monta_overlap_experts: no layer is split: no chain of tokens can run")
-        if planner.fixed is not None:
-            where = f"EP {layout.ep} x ETP {layout.etp} over {counted(layout.num_nodes, 'node')}"
-            lines.append(f"{planner.fixed.name}, {where}: as asked for")
-        elif by_counts or not options.tune_steps:
-            reason = "deterministic mode" if config.deterministic_mode else "moe_monta_tune_steps 0"
-            if by_counts:
-                reason = "CUDA graphs of the preprocessing" if captures else "padding to capacity"
-            lines.append(f"auto: no turns, the planner's pick runs: {reason}")
-        for line in lines:
-            if reports and line is not None:
-                print_once(line)
-
-        # Step 5: the source of the counts.
-        table = CountTable(
-            chains=planner.chains,
-            layout=layout,
-            num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
-            kernels=kernels,
-        )
-        counts: CountExchange | CapacityCounts = CapacityCounts(count_table=table, config=config)
-        if not config.moe_pad_expert_input_to_capacity:
-            topk = config.moe_router_topk
-            counts = CountExchange(
-                count_table=table, topk=topk, group=group, chain_name=options.chain
-            )
+        elif chooser is None:
+            steps = options.tune_steps
+            chooser = share_chooser(AutoChooser(planner, steps, by_counts, agreed, group, reports))
+        for note in (nodes_note, kernels_note, *_notes(options, planner, layout, config, captures)):
+            if reports and note is not None:
+                print_once(note)
         return LayerSetup(
             options=options,
             layout=layout,
             groups=groups,
             planner=planner,
             chooser=chooser,
-            counts=counts,
+            counts=_count_source(options, planner, layout, config, group),
             captures=captures,
             is_fused=is_fused(kernels, device),
         )
@@ -197,3 +158,61 @@ def set_up_layer(
     # Exchanges of one training measure the same iterations, so their windows have one length.
     steps = {"moe_monta_tune_steps": given.tune_steps}
     return on_every_exchange(set_up, getattr(pg_collection, "expt_dp", None), steps)
+
+
+def _agree_on_exchange(
+    agreed: dict[str, Any], group: dist.ProcessGroup
+) -> tuple[Sequence[str], Chooser | None]:
+    """Check that all ranks of the exchange share the agreed values; one gather.
+
+    Returns:
+        Each rank's host (or MONTA_NODE), and the chooser that layers of this shape share already.
+        A dropped model's may be gone on some ranks only: then None, and all make a new one.
+    """
+    chooser, ranks = shared_chooser(group, agreed), dist.get_process_group_ranks(group)
+    facts = gather_objects((agreed, is_named(), node_here(), chooser is not None), group)
+    by_rank, named, hosts, have_chooser = zip(*facts, strict=True)
+    check_named_alike(named, ranks)
+    check_same_config(by_rank, ranks)
+    return hosts, chooser if all(have_chooser) else None
+
+
+def _notes(
+    options: Options, planner: Planner, layout: Layout, config: TransformerConfig, captures: bool
+) -> Iterator[str]:
+    """Lines for the log: experts that are not split, the given choice, why nothing is tuned."""
+    if options.overlap_experts and not planner.splits_experts:
+        yield "moe_monta_overlap_experts: no layer is split: no chain of tokens can run"
+    if planner.fixed is not None:
+        where = f"EP {layout.ep} x ETP {layout.etp} over {counted(layout.num_nodes, 'node')}"
+        yield f"{planner.fixed.name}, {where}: as asked for"
+        return
+    reasons = {
+        "CUDA graphs of the preprocessing": captures,
+        "padding to capacity": config.moe_pad_expert_input_to_capacity,
+        "deterministic mode": config.deterministic_mode,
+        "moe_monta_tune_steps 0": not options.tune_steps,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        yield f"auto: no tuning, the planner's pick runs: {reason}"
+
+
+def _count_source(
+    options: Options,
+    planner: Planner,
+    layout: Layout,
+    config: TransformerConfig,
+    group: dist.ProcessGroup,
+) -> CountExchange | CapacityCounts:
+    """Source of the counts: the capacity if it fixes them, else an exchange."""
+    table = CountTable(
+        chains=planner.chains,
+        layout=layout,
+        num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
+        kernels=options.kernels,
+    )
+    if config.moe_pad_expert_input_to_capacity:
+        return CapacityCounts(count_table=table, config=config)
+    return CountExchange(
+        count_table=table, topk=config.moe_router_topk, group=group, chain_name=options.chain
+    )

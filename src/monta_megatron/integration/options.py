@@ -20,7 +20,7 @@ from monta_megatron.planner.cluster import Cluster
 DISPATCHER_TYPE = "monta"
 AUTO = "auto"
 DEFAULT_TUNE_STEPS = 24
-# Two candidates with three turns each.
+# Two candidates with three trials each.
 LEAST_TUNE_STEPS = 6
 
 
@@ -101,10 +101,10 @@ class Options:
     )
     tune_steps: int = _option(
         STEPS,
-        "Optimizer steps in which the candidates of auto take turns, one in a step, and whole "
-        "iterations are timed; the fastest stays (default: "
-        f"{DEFAULT_TUNE_STEPS}, which are 8 candidates with 3 turns each; 0, which is off, in "
-        "deterministic mode). 1,000 steps later they do so once more.",
+        "Optimizer steps in which auto tries its candidates in a round robin, one in a step, and "
+        "whole iterations are timed; the fastest stays (default: "
+        f"{DEFAULT_TUNE_STEPS}, which are 8 candidates with 3 trials each; 0, which is off, in "
+        "deterministic mode). 1,000 steps later they are tried once more.",
         0,
     )
     kernels: str = _option(
@@ -123,8 +123,8 @@ class Options:
     overlap_experts: bool = _option(
         SWITCH,
         "Run dispatch, experts and combine of an MoE layer as one pipeline: while a chunk is "
-        "computed, the next one is dispatched and the last one combined. auto lets the best "
-        "chain of tokens in 2 and in 4 chunks take turns; a named chain has to be one of tokens "
+        "computed, the next one is dispatched and the last one combined. auto tries the best "
+        "chain of tokens in 2 and in 4 chunks; a named chain has to be one of tokens "
         "(environment: 1).",
         False,
     )
