@@ -14,7 +14,7 @@ import pytest
 from forked_ranks import NUM_RANKS, ForkedRanks
 from test_training import BITWISE, data_prefix, ranks, train
 
-from monta_megatron.planner.choose import TIME_LAG
+from monta_megatron.planner.tuning import TIME_LAG
 
 __all__ = ["data_prefix", "ranks"]
 SCRIPT = Path(__file__).with_name("train_tuning.py")

@@ -42,7 +42,7 @@ def note_choices() -> None:
             if self.chooser not in choosers:
                 choosers.append(self.chooser)
             shape, choice = choosers.index(self.chooser), self.micro_batch.choice
-            noted.append((shape, self.chooser.step, choice.name, self.moe_layer().training))
+            noted.append((shape, self.chooser.tuner.step, choice.name, self.moe_layer().training))
             times_s.append(time.monotonic())
 
     dispatcher.MontaTokenDispatcher._bind = noting  # type: ignore[method-assign]
@@ -97,7 +97,7 @@ def main() -> None:
     train.main()
     document: dict[str, Any] = {"updated": updated, "noted": noted, "windows": []}
     for chooser in choosers:
-        window = chooser.window
+        window = chooser.tuner.window
         assert window is not None, "trained"
         document["exchange"] = dist.get_process_group_ranks(chooser.group)
         document["seconds"] = times_s[-1] - times_s[0]

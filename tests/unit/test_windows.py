@@ -16,6 +16,7 @@ from monta_megatron.integration import auto
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.cluster_file import uncalibrated
 from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.tuning import TIME_LAG, Tuner
 
 LAYOUT = Layout(ep=2, etp=1, num_local_experts=2, rank=0, nodes=(0, 1))
 SHAPE = Shape(
@@ -29,6 +30,7 @@ SHAPE = Shape(
 # Of two ranks that say the same.
 COUNTS: Any = SimpleNamespace(heads=np.zeros(2, np.int64), max_tokens=64, busiest_over_mean=None)
 TUNE_STEPS = 6
+said: list[str] = []
 
 
 @pytest.fixture
@@ -48,7 +50,10 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChooser]:
     group: Any = SimpleNamespace()
     for name in ("first", "second"):
         auto._shared[name,] = auto.AutoChooser(
-            planner, TUNE_STEPS, False, {"shape": name}, group, False
+            Tuner(planner=planner, num_steps=TUNE_STEPS, report=said.append),
+            False,
+            {"shape": name},
+            group,
         )
     return auto.shared_choosers()
 
@@ -69,10 +74,10 @@ def test_layers_of_two_shapes_are_tuned_one_after_the_other(two: list[auto.AutoC
     step_of, tuning = optimizer(), []
     for _ in range(2 * TUNE_STEPS + 4):
         train(step_of, first, second)
-        tuning.append((first.is_tuning, second.is_tuning))
+        tuning.append((first.tuner.is_open, second.tuner.is_open))
     assert not any(all(each) for each in tuning)
-    assert first.window is not None and second.window is not None
-    assert (first.window.first, second.window.first) == (0, TUNE_STEPS + auto.TIME_LAG)
+    assert first.tuner.window is not None and second.tuner.window is not None
+    assert (first.tuner.window.first, second.tuner.window.first) == (0, TUNE_STEPS + TIME_LAG)
 
 
 def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChooser]) -> None:
@@ -81,9 +86,9 @@ def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChooser]
     step_of = optimizer()
     train(step_of, dropped)
     for _ in range(2):
-        assert dropped.is_tuning
+        assert dropped.tuner.is_open
         train(step_of, model)
-    assert model.window is not None and model.window.first == 2
+    assert model.tuner.window is not None and model.tuner.window.first == 2
 
 
 def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChooser]) -> None:
@@ -97,14 +102,14 @@ def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChooser
             # A rollout.
             next(clock), next(clock)
             train(actor, shared)
-    # Of two segments, 1 ms each.
-    assert shared.step == 3 and shared._records[2].ticks == 2_000 // auto.TICK_US
+    # The head of step 3 has the time of step 1, of two segments of 1 ms each.
+    assert shared.tuner.step == 3 and shared.head & auto.MOST_TICKS == 2_000 // auto.TICK_US
 
 
 def test_a_first_trial_is_announced_once(two: list[auto.AutoChooser]) -> None:
     """Though the steps of other layers' optimizers come before its exchanges."""
-    shared, said = two[0], list[str]()
-    shared._report = said.append  # type: ignore[assignment]
+    shared = two[0]
+    said.clear()
     train(optimizer(), shared)
     others = optimizer()
     for _ in range(TUNE_STEPS - 1):

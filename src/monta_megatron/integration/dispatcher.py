@@ -380,8 +380,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         else:
             assert counts.tokens is not None, "counted for chains of tokens"
             least = self.config.moe_router_topk if batch.has_topk else 0
-            width = max(least, counts.max_experts_per_token)
-            counts_by_exchange = [counts.tokens]
+            width, counts_by_exchange = max(least, counts.max_experts_per_token), [counts.tokens]
             if choice.splits_experts:
                 blocks = blocks_of_chunks(counts.tokens.tokens.shape[1], num_chunks)
                 counts_by_exchange = [counts.tokens.of_blocks(*each) for each in blocks]

@@ -100,11 +100,6 @@ class FirstUse:
     device: torch.device
     fused: bool
 
-    @property
-    def chain(self) -> Chain:
-        """The chain of the choice."""
-        return CHAINS[self.choice.chain]
-
     def check(self) -> None:
         """Check the choice, unless it has passed in this process; draws no random numbers.
 
@@ -154,7 +149,7 @@ class FirstUse:
         pairs = route(layout, min(self.topk, layout.num_experts, MOST_TERMS // layout.etp))
         # [N, X, 4] in the order of the source rows: by token, or permuted by (expert, token).
         sent, received = pairs[pairs[:, 0, SOURCE] == layout.rank], received_pairs(pairs, layout)
-        if self.chain.rows == "permuted tokens":
+        if CHAINS[self.choice.chain].rows == "permuted tokens":
             sent = sent.flatten(0, 1)[sent[..., EXPERT].flatten().argsort(stable=True), None]
         exchange, counts_SL = self._exchange(sent)
         expected_SL, local = torch.zeros_like(counts_SL), received[:, EXPERT] - layout.first_expert
@@ -165,7 +160,7 @@ class FirstUse:
 
     def _exchange(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
         """Exchange the counts and bind the chain; returns the exchange and the counts [S, L]."""
-        chain, table = self.chain, self.count_table
+        chain, table = CHAINS[self.choice.chain], self.count_table
         routing_map_TE = torch.zeros(int(sent[..., TOKEN].max()) + 1, table.layout.num_experts)
         routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = 1
         source = CountExchange(
@@ -211,7 +206,8 @@ class FirstUse:
 
         The bits of 3 - row all differ from the row's, so no pass can pass by stale memory.
         """
-        layout, is_token = self.count_table.layout, self.chain.rows == "tokens"
+        layout, chain = self.count_table.layout, exchange.bound_chain.chain
+        is_token = chain.rows == "tokens"
         terms, etp_rank = torch.tensor(TERMS), layout.rank % layout.etp
         sum_dtype = torch.promote_types(exchange.sum_dtype, self.dtype)
 
@@ -232,7 +228,7 @@ class FirstUse:
         )
         sums = (
             factors.sum(dim=1)[sent[..., EXPERT]].sum(dim=1),
-            sum_by_expert(sent, self.chain, layout, sum_dtype),
+            sum_by_expert(sent, chain, layout, sum_dtype),
             _sum_in_order(terms[: layout.etp], sum_dtype).expand(len(sent)),
         )
 

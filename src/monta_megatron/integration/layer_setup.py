@@ -15,7 +15,6 @@ from monta_megatron.chains.counts import num_counted_blocks
 from monta_megatron.common.first_rank import print_once
 from monta_megatron.common.nodes import check_named_alike, is_named, node_here
 from monta_megatron.common.torch_private import is_usable
-from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups
 from monta_megatron.exchange.counts import CountTable
@@ -32,6 +31,7 @@ from monta_megatron.integration.ranks import (
     reports_for_stage,
 )
 from monta_megatron.planner.choose import Planner
+from monta_megatron.planner.tuning import Tuner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +39,22 @@ class LayerSetup:
     """Everything about a layer's exchange that lasts as long as the layer.
 
     Attributes:
+        config: of the layer.
         options: of the configuration; the kernels are those that all ranks run.
         layout: this rank's position in the exchange.
         groups: Megatron's "ep", "etp" and "tp_ep".
         planner: proposes choices.
         chooser: makes the choice of each optimizer step.
-        counts: source of the counts.
         captures: whether CUDA graphs capture the preprocessing.
         is_fused: whether Triton kernels do the work.
     """
 
+    config: TransformerConfig
     options: Options
     layout: Layout
     groups: Mapping[str, dist.ProcessGroup]
     planner: Planner
     chooser: Chooser
-    counts: CountExchange | CapacityCounts
     captures: bool
     is_fused: bool
 
@@ -67,6 +67,40 @@ class LayerSetup:
 
             return expert_lists.expert_ids_of
         return expert_ids_of
+
+    @cached_property
+    def counts(self) -> CountExchange | CapacityCounts:
+        """Source of the counts: the capacity if it fixes them, else an exchange."""
+        planner, config = self.planner, self.config
+        table = CountTable(
+            chains=planner.chains,
+            layout=self.layout,
+            num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
+            kernels=self.options.kernels,
+        )
+        if config.moe_pad_expert_input_to_capacity:
+            return CapacityCounts(count_table=table, config=config)
+        return CountExchange(
+            count_table=table,
+            topk=config.moe_router_topk,
+            group=self.groups["tp_ep"],
+            chain_name=self.options.chain,
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Lines for the log: experts that are not split, a given choice, why nothing is tuned."""
+        if self.options.overlap_experts and not self.planner.splits_experts:
+            yield "moe_monta_overlap_experts: no layer is split: no chain of tokens can run"
+        reasons = {
+            "CUDA graphs of the preprocessing": self.captures,
+            "padding to capacity": self.config.moe_pad_expert_input_to_capacity,
+            "deterministic mode": self.config.deterministic_mode,
+            "moe_monta_tune_steps 0": not self.options.tune_steps,
+        }
+        if self.planner.fixed is not None:
+            yield f"{self.planner.fixed.name}, {self.layout.name}: as asked for"
+        elif reason := next((reason for reason, holds in reasons.items() if holds), None):
+            yield f"auto: no tuning, the planner's pick runs: {reason}"
 
     def open_groups(self, before: Mapping[str, PeerGroup]) -> Mapping[str, PeerGroup]:
         """The groups of the chains: `before`, or new ones at first and where any was closed.
@@ -111,7 +145,7 @@ def set_up_layer(
         ValueError: the chain cannot run on the layout, or the ranks differ; on all ranks.
     """
     given, group, device = Options.of(config), groups["tp_ep"], device_type()
-    reports = reports_for_stage(group, pg_collection)
+    report = print_once if reports_for_stage(group, pg_collection) else _no_report
     # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation, the
     # rows have to be permuted. In both cases "auto" is limited to chains of permuted tokens, and
     # each micro-batch has the planner's pick for its own counts.
@@ -139,25 +173,30 @@ def set_up_layer(
         if planner.fixed is not None:
             chooser = Chooser(planner.fixed, agreed, group)
         elif chooser is None:
-            steps = options.tune_steps
-            chooser = share_chooser(AutoChooser(planner, steps, by_counts, agreed, group, reports))
-        for note in (nodes_note, kernels_note, *_notes(options, planner, layout, config, captures)):
-            if reports and note is not None:
-                print_once(note)
-        return LayerSetup(
+            tuner = Tuner(planner=planner, num_steps=options.tune_steps, report=report)
+            chooser = share_chooser(AutoChooser(tuner, by_counts, agreed, group))
+        setup = LayerSetup(
+            config=config,
             options=options,
             layout=layout,
             groups=groups,
             planner=planner,
             chooser=chooser,
-            counts=_count_source(options, planner, layout, config, group),
             captures=captures,
             is_fused=is_fused(kernels, device),
         )
+        for note in (nodes_note, kernels_note, *setup.notes()):
+            if note is not None:
+                report(note)
+        return setup
 
     # Exchanges of one training measure the same iterations, so their windows have one length.
     steps = {"moe_monta_tune_steps": given.tune_steps}
     return on_every_exchange(set_up, getattr(pg_collection, "expt_dp", None), steps)
+
+
+def _no_report(line: str) -> None:
+    """Report of a rank that does not report for its pipeline stage."""
 
 
 def _agree_on_exchange(
@@ -175,44 +214,3 @@ def _agree_on_exchange(
     check_named_alike(named, ranks)
     check_same_config(by_rank, ranks)
     return hosts, chooser if all(have_chooser) else None
-
-
-def _notes(
-    options: Options, planner: Planner, layout: Layout, config: TransformerConfig, captures: bool
-) -> Iterator[str]:
-    """Lines for the log: experts that are not split, the given choice, why nothing is tuned."""
-    if options.overlap_experts and not planner.splits_experts:
-        yield "moe_monta_overlap_experts: no layer is split: no chain of tokens can run"
-    if planner.fixed is not None:
-        where = f"EP {layout.ep} x ETP {layout.etp} over {counted(layout.num_nodes, 'node')}"
-        yield f"{planner.fixed.name}, {where}: as asked for"
-        return
-    reasons = {
-        "CUDA graphs of the preprocessing": captures,
-        "padding to capacity": config.moe_pad_expert_input_to_capacity,
-        "deterministic mode": config.deterministic_mode,
-        "moe_monta_tune_steps 0": not options.tune_steps,
-    }
-    if reason := next((reason for reason, holds in reasons.items() if holds), None):
-        yield f"auto: no tuning, the planner's pick runs: {reason}"
-
-
-def _count_source(
-    options: Options,
-    planner: Planner,
-    layout: Layout,
-    config: TransformerConfig,
-    group: dist.ProcessGroup,
-) -> CountExchange | CapacityCounts:
-    """Source of the counts: the capacity if it fixes them, else an exchange."""
-    table = CountTable(
-        chains=planner.chains,
-        layout=layout,
-        num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
-        kernels=options.kernels,
-    )
-    if config.moe_pad_expert_input_to_capacity:
-        return CapacityCounts(count_table=table, config=config)
-    return CountExchange(
-        count_table=table, topk=config.moe_router_topk, group=group, chain_name=options.chain
-    )

@@ -184,9 +184,7 @@ class Options:
 
 
 # Kinds of values by option, without the prefix moe_monta_.
-KINDS: dict[str, Values] = {
-    entry.name: entry.metadata["kind"] for entry in fields(Options) if "kind" in entry.metadata
-}
+KINDS: dict[str, Values] = {entry.name: entry.metadata["kind"] for entry in fields(Options)}
 OPTION_NAMES = tuple(f"moe_monta_{name}" for name in KINDS)
 
 
@@ -208,7 +206,6 @@ OptionFields = make_dataclass(
     [
         _argument(f"moe_monta_{entry.name}", entry.metadata["kind"], entry.metadata["help"])
         for entry in fields(Options)
-        if entry.name in KINDS
     ],
     kw_only=True,
 )

@@ -1,29 +1,9 @@
-"""Choosing: the planner proposes candidates, measured iterations decide. No torch.
-
-    choice          a chain, its number of chunks, and whether its experts are split (`core.Choice`)
-    pick            the planner's choice, by predicted times alone
-    candidate       a choice to measure; plain alltoall is always one
-    trial           an optimizer step that runs one candidate; its whole iteration is timed
-    warm-up         the first trial of a candidate, which is not compared
-    round           steps in which every candidate has a trial
-    tuning window   three rounds, in a round robin
-    winner          the candidate with the shortest iteration
-
-    step                    choice
-    before the window       the planner's pick
-    first ... end - 1       a candidate
-    end, end + 1            the best so far; the times of the last trials are still on their way
-    from end + 2            the winner
-
-Everything here follows from data that all ranks of the exchange share. Nothing follows from what
-other exchanges do, but their rounds are in phase: the step number modulo the length of a round
-gives the candidate.
-"""
+"""The planner of a training: picks a choice by predicted times, and proposes candidates."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
@@ -36,17 +16,9 @@ if TYPE_CHECKING:
     from monta_megatron.planner.select import Selection
 
 STOCK = Choice(chain="alltoall", num_chunks=1)
-# Rounds of a tuning window.
-ROUNDS = 3
-# All ranks know the time of step n at the first training counts of step n + TIME_LAG.
-TIME_LAG = 2
 MOST_CHUNKS_OF_A_CHAIN = 3
 # Most predicted memory of a candidate: so many times plain alltoall's, or so many bytes more.
 MOST_MEMORY, MORE_BYTES = 1.5, 1e9
-# Iterations within 1% count as equal.
-EQUAL = 1.01
-# Iterations in a row that take so many times what the winner's trials took are worth a line.
-SLOWER, NUM_SLOWER = 1.3, 20
 # Numbers of chunks in which a chain's experts are split.
 SPLITS = (2, 4)
 
@@ -177,161 +149,3 @@ class Planner:
         number = self.num_chunks[0] if len(self.num_chunks) == 1 else num_chunks or 1
         splits = self.splits_experts and number > 1 and CHAINS[chain].rows == "tokens"
         return Choice(chain=chain, num_chunks=number, splits_experts=splits)
-
-
-class Workload(NamedTuple):
-    """Size of a step; only steps of one workload are compared.
-
-    Attributes:
-        num_exchanges: number of training exchanges.
-        tokens: half octave of the most tokens of any rank in one of them.
-    """
-
-    num_exchanges: int
-    tokens: int
-
-
-@dataclass(kw_only=True)
-class Trial:
-    """An optimizer step that runs one candidate.
-
-    Attributes:
-        candidate: the one that runs.
-        workload: of the step.
-        is_warmup: whether the candidate runs for the first time.
-        us: the longest iteration of any rank; None until it is known, or if a rank has none.
-    """
-
-    candidate: Choice
-    workload: Workload
-    is_warmup: bool
-    us: int | None = None
-
-
-@dataclass(kw_only=True)
-class TuningWindow:
-    """Steps in which the candidates of an exchange have trials in a round robin.
-
-    Attributes:
-        candidates: with their predicted us; plain alltoall comes first.
-        first: number of the first step.
-        num_steps: length of the window; 0 where candidates are not measured.
-        warm: candidates that this exchange has run, in an earlier window too.
-        trials: by step.
-        workload: the most frequent one of the timed trials; of several, the largest.
-        measured_us: the shortest iteration of each candidate, over its timed trials of that
-            workload but the warm-up.
-        best: the fastest so far, the best predicted of those within 1%; None if none is measured.
-    """
-
-    candidates: dict[Choice, float]
-    first: int
-    num_steps: int
-    warm: set[Choice] = field(default_factory=set)
-    trials: dict[int, Trial] = field(default_factory=dict)
-    workload: Workload | None = None
-    measured_us: dict[Choice, int] = field(default_factory=dict)
-    best: Choice | None = None
-    _num_slower: int = 0
-
-    @property
-    def end(self) -> int:
-        """The first step after the window."""
-        return self.first + self.num_steps
-
-    def is_open(self, step: int) -> bool:
-        """Whether trials run, or their times are still on their way."""
-        return step < self.end + TIME_LAG and self.num_steps > 0
-
-    def candidate_of(self, step: int) -> Choice | None:
-        """The candidate of a step; None outside the window."""
-        if not self.first <= step < self.end:
-            return None
-        # Candidates repeat if there are fewer of them than steps in a round.
-        place = step % (self.num_steps // ROUNDS)
-        return list(self.candidates)[place % len(self.candidates)]
-
-    def add_trial(self, step: int, workload: Workload) -> None:
-        """Add the trial of a step that has ended; nothing outside the window."""
-        candidate = self.candidate_of(step)
-        if candidate is not None:
-            self.trials[step] = Trial(
-                candidate=candidate, workload=workload, is_warmup=candidate not in self.warm
-            )
-            self.warm.add(candidate)
-
-    def add_time(self, step: int, us: int, workload: Workload | None = None) -> str | None:
-        """Add the longest iteration of any rank in a step, of the window or later.
-
-        Returns:
-            A line for the log if later iterations have been slower than the winner's for long.
-        """
-        if step not in self.trials:
-            return self._slower(us) if workload == self.workload else None
-        self.trials[step].us = us
-        timed = [each for each in self.trials.values() if not each.is_warmup and each.us]
-        frequency = Counter(trial.workload for trial in timed)
-        self.workload = max(frequency, key=lambda each: (frequency[each], each), default=None)
-        least = dict[Choice, int]()
-        for trial in timed:
-            if trial.workload == self.workload and trial.us:
-                least[trial.candidate] = min(trial.us, least.get(trial.candidate, trial.us))
-        self.measured_us = least
-        near = [each for each in least if least[each] <= EQUAL * min(least.values())]
-        self.best = min(
-            near, key=lambda each: (round(self.candidates[each], 1), each), default=None
-        )
-
-        return None
-
-    def _slower(self, us: int) -> str | None:
-        if self.best is None:
-            return None
-        measured_us = self.measured_us[self.best]
-        self._num_slower = self._num_slower + 1 if us > SLOWER * measured_us else 0
-        if self._num_slower != NUM_SLOWER:
-            return None
-        return (
-            f"auto: {NUM_SLOWER} iterations in a row took {SLOWER} times as long as "
-            f"{self.best.name} did in its trials, {us / 1e3:,.1f} ms instead of "
-            f"{measured_us / 1e3:,.1f}"
-        )
-
-    def winner(self, tokens: int) -> Choice | None:
-        """The best for so many tokens; None outside of a factor 2 of those that were measured."""
-        if self.workload is None or not 0.5 <= tokens / self.workload.tokens <= 2:
-            return None
-        return self.best
-
-    @property
-    def cost(self) -> float:
-        """Extra time of the trials over the winner's, as a number of its iterations.
-
-        Trials of another workload are left out: other exchanges take another time.
-        """
-        if self.best is None:
-            return 0.0
-        least = self.measured_us[self.best]
-        same = (trial for trial in self.trials.values() if trial.workload == self.workload)
-        return sum(trial.us / least - 1 for trial in same if trial.us)
-
-    @property
-    def result(self) -> str:
-        """The result as a line of the log."""
-        best, measured_us = self.best, self.measured_us
-        if best is None:
-            return "no candidate was measured, as times were lost; the planner's pick stays"
-        saved = ""
-        if STOCK in measured_us and best != STOCK:
-            share = 1 - measured_us[best] / measured_us[STOCK]
-            saved = f", {abs(share):.1%} {'more' if share < 0 else 'less'} than plain alltoall"
-        candidates = (
-            f"{choice.name} {predicted_us:,.0f}, "
-            + (f"{measured_us[choice] / 1e3:,.2f}" if choice in measured_us else "not measured")
-            for choice, predicted_us in self.candidates.items()
-        )
-        return (
-            f"{best.name} wins with {measured_us[best] / 1e3:,.2f} ms per iteration{saved}; trials "
-            f"cost {self.cost:.1f} iterations; pin it with {best.flags}; us predicted and ms "
-            f"measured: {'; '.join(candidates)}"
-        )

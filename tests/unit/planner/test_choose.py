@@ -13,8 +13,9 @@ from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
 from monta_megatron.core import Choice
 from monta_megatron.planner import select
-from monta_megatron.planner.choose import STOCK, Planner, TuningWindow, Workload, half_octave
+from monta_megatron.planner.choose import STOCK, Planner, half_octave
 from monta_megatron.planner.select import NUM_CHUNKS
+from monta_megatron.planner.tuning import TuningWindow, Workload
 
 HIERARCHICAL, DEDUP = "hierarchical_alltoall", "alltoall_dedup"
 CLUSTER = preset("h100_8x_ndr")

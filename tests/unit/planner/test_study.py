@@ -15,10 +15,11 @@ from clusters import CONFIGS, preset
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.core import Shape
-from monta_megatron.planner.choose import ROUNDS, Planner
+from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.layout import ParallelLayout, shapes_of
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.select import NUM_CHUNKS
+from monta_megatron.planner.tuning import ROUNDS
 
 RANKS_PER_NODE = 8
 CLUSTERS = {

@@ -20,8 +20,8 @@ from monta_megatron.exchange.collectives import find_nodes
 from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.integration.auto import AutoChooser
 from monta_megatron.integration.options import AUTO
-from monta_megatron.planner.choose import TIME_LAG
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.tuning import TIME_LAG
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
     Batch,
