@@ -1,9 +1,9 @@
 """Choosers: the choice of each optimizer step, the same on all ranks of an exchange.
 
 `planner.tuning` defines the words: choice, pick, candidate, trial, round, tuning window, winner.
-A step begins where the optimizer's step before it is entered. Its iteration is timed from its first
-training counts (of a micro-batch whose layer is in training mode) to the entry of the next
-optimizer's step; evaluation, checkpoints and data loading lie outside.
+Step n begins as the optimizer's step that ends step n - 1 is entered. Its iteration is timed from
+its first training counts (of a micro-batch whose layer is in training mode) to the entry of the
+optimizer's step that ends it; evaluation, checkpoints and data loading lie outside.
 
 Every exchange of counts carries a head of 63 bits from each rank:
 
@@ -15,7 +15,7 @@ construction only. So an exchange that has no micro-batch, or only evaluates, bl
 """
 
 import gc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -29,7 +29,9 @@ from monta_megatron.exchange.counts import ExchangeCounts
 from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
 from monta_megatron.integration.ranks import agree
-from monta_megatron.planner.tuning import TIME_LAG, Tuner
+
+if TYPE_CHECKING:
+    from monta_megatron.planner.tuning import Tuner
 
 TIME_BITS = 31
 TICK_US, MOST_TICKS = 10, (1 << TIME_BITS) - 1
@@ -100,7 +102,7 @@ class AutoChooser(Chooser):
 
     def __init__(
         self,
-        tuner: Tuner,
+        tuner: "Tuner",
         by_counts: bool,
         agreed_config: dict[str, Any],
         group: dist.ProcessGroup,
@@ -110,7 +112,7 @@ class AutoChooser(Chooser):
         self._ranks = dist.get_process_group_ranks(group)
         self._steps_ended: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._clock = IterationClock()
-        # Of the steps since step - TIME_LAG, by number; a device may not have finished the last.
+        # Of the steps since the tuner's `timed_step`; a device may not have finished the last.
         self._segments: dict[int, list[Segment]] = {}
         # Rows of the busiest rank over the mean, for the report.
         self._busiest: float | None = None
@@ -122,7 +124,7 @@ class AutoChooser(Chooser):
         if self.by_counts or not self._ends_step(optimizer):
             return
         self._segments[self.tuner.step] = self._clock.take()
-        self._segments.pop(self.tuner.step - TIME_LAG, None)
+        self._segments.pop(self.tuner.timed_step, None)
         self.tuner.next_step(self._others_tune)
         self._report_result()
         self._set_step_head()
@@ -153,7 +155,7 @@ class AutoChooser(Chooser):
         return ended > self.tuner.step
 
     def _receive_times(self, counts: ExchangeCounts) -> None:
-        """Add the longest time of any rank in step - TIME_LAG; lost if a rank has none."""
+        """Add the longest time of any rank in step n - 2; lost if a rank has none."""
         self._busiest = counts.busiest_over_mean or self._busiest
         ticks = counts.heads & MOST_TICKS
         if ticks.all():
@@ -163,7 +165,7 @@ class AutoChooser(Chooser):
         """Set the choice of this step, and its head."""
         self.step_choice = self.tuner.choice
         if self.step_choice is not None:
-            us = us_of(self._segments.get(self.tuner.step - TIME_LAG, [])) or 0
+            us = us_of(self._segments.get(self.tuner.timed_step, [])) or 0
             # Outside of a window, ranks may differ in their steps.
             number = {"step": self.tuner.step if self.tuner.is_open else None}
             agreed = number | self.agreed_config | {"choice": self.step_choice.name}

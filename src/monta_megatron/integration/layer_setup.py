@@ -31,7 +31,6 @@ from monta_megatron.integration.ranks import (
     reports_for_stage,
 )
 from monta_megatron.planner.choose import Planner
-from monta_megatron.planner.tuning import Tuner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +172,9 @@ def set_up_layer(
         if planner.fixed is not None:
             chooser = Chooser(planner.fixed, agreed, group)
         elif chooser is None:
+            # A named chain needs no tuner.
+            from monta_megatron.planner.tuning import Tuner
+
             tuner = Tuner(planner=planner, num_steps=options.tune_steps, report=report)
             chooser = share_chooser(AutoChooser(tuner, by_counts, agreed, group))
         setup = LayerSetup(

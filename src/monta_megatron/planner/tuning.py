@@ -232,7 +232,7 @@ class Tuner:
     window: TuningWindow | None = None
     choice: Choice | None = None
     result: str | None = None
-    # Number of training exchanges, and the most tokens of any rank in one, since step - TIME_LAG.
+    # Number of training exchanges, and the most tokens of any rank in one, since `timed_step`.
     _exchanges: dict[int, tuple[int, int]] = field(default_factory=dict)
     # Most tokens of any rank, in the last step that had training exchanges.
     _tokens: int = 0
@@ -244,8 +244,13 @@ class Tuner:
         """Whether a window is open."""
         return self.window is not None and self.window.is_open(self.step)
 
+    @property
+    def timed_step(self) -> int:
+        """The step whose time all ranks get to know in this step."""
+        return self.step - TIME_LAG
+
     def workload(self, step: int) -> Workload | None:
-        """Workload of this step or one of the TIME_LAG before; None without training exchanges."""
+        """Workload of a step since `timed_step`; None without training exchanges."""
         number, tokens = self._exchanges.get(step, (0, 0))
         return Workload(number, half_octave(tokens)) if number else None
 
@@ -255,8 +260,8 @@ class Tuner:
         self._exchanges[self.step] = number + 1, max(most, tokens)
 
     def add_time(self, us: int) -> None:
-        """Add the longest iteration of any rank in step - TIME_LAG."""
-        step = self.step - TIME_LAG
+        """Add the longest iteration of any rank in `timed_step`."""
+        step = self.timed_step
         if self.window is not None and (
             line := self.window.add_time(step, us, self.workload(step))
         ):
@@ -304,7 +309,7 @@ class Tuner:
             _, self._tokens = self._exchanges[self.step]
             if self.window is not None:
                 self.window.add_trial(self.step, workload)
-        self._exchanges.pop(self.step - TIME_LAG, None)
+        self._exchanges.pop(self.timed_step, None)
 
     def _set_result(self) -> None:
         window, self.result = self.window, None
