@@ -27,7 +27,7 @@ SHAPE = Shape(
     tokens_per_rank=1,
 )
 # Of two ranks that say the same.
-COUNTS: Any = SimpleNamespace(heads=np.zeros(2, np.int64), max_tokens=64, busiest_over_mean=None)
+COUNTS: Any = SimpleNamespace(tags=np.zeros(2, np.int64), max_tokens=64, busiest_over_mean=None)
 TUNE_STEPS = 6
 
 

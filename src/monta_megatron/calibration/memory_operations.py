@@ -13,7 +13,7 @@ from monta_megatron.calibration.tasks import NUM_COPIES, NUM_EXPERTS, TOPK, Poin
 from monta_megatron.chains.stages import ExpertRange
 from monta_megatron.exchange.buffers import MessageFormat
 from monta_megatron.exchange.copies import Copies, Parts, find_copies, put_rows
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.expert_lists import expert_ids_of
 
 # Allocates the buffers of an operation in memory; returns a function that runs it.
@@ -81,10 +81,12 @@ def _find(point: Point, device: torch.device) -> Callable[[], object]:
     return lambda: find_copies(ids_NW, Parts.of(parts, point.num_rows, num_copies, ids_NW), copies)
 
 
-def count(point: Point, device: torch.device, table: CountTable) -> Callable[[], object]:
-    num_experts = table.layout.num_experts
+def count(
+    point: Point, device: torch.device, count_messages: CountMessages
+) -> Callable[[], object]:
+    num_experts = count_messages.layout.num_experts
     map_NE = routing_map(point.num_rows * NUM_EXPERTS // num_experts, num_experts).to(device)
-    return lambda: table.count(map_NE)
+    return lambda: count_messages.count(map_NE)
 
 
 def lists(

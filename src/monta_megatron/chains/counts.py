@@ -1,10 +1,10 @@
-"""Counts of an exchange: what a chain is bound to, and the columns of the messages they arrive in.
+"""Counts that a chain is bound to, and the columns of the messages in which they arrive.
 
 A rank counts tokens by expert, and by the parts that the chains copy tokens for, in each block. It
 sends every rank one message of int32, all of the same size, with these columns for each block:
 
-    head                 the same to all, in all blocks: tokens; rows that its experts received in
-                         the last exchange; most experts of a token; 64 bits of the choice
+    header               the same to all, in all blocks: tokens; rows that its experts received in
+                         the last exchange; most experts of a token; tag, in two columns
     experts              token-expert pairs for each expert of that rank
     for_node             tokens for its node
     for_rank             tokens for itself; or, where tokens are copied for nodes first,
@@ -21,8 +21,8 @@ from monta_megatron.chains.chain import Chain
 from monta_megatron.chains.stages import BoundStage, RowCounts
 from monta_megatron.core import Layout
 
-# Columns of `head`; the choice has two.
-HEAD_SIZE = 5
+# Columns of the header.
+HEADER_SIZE = 5
 # int32 holds the tokens of one rank, which are checked against this limit, and the experts of one
 # token, which are fewer than a row of the routing map has bytes. The host sums over ranks in int64.
 COUNT_BYTES = 4
@@ -139,7 +139,7 @@ def message_columns(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
         layout: any rank's place.
     """
     parts = part_sizes(chains, layout)
-    columns = {"head": HEAD_SIZE, "experts": layout.num_local_experts}
+    columns = {"header": HEADER_SIZE, "experts": layout.num_local_experts}
     if "node" in parts:
         columns["for_node"] = 1
     if "rank" in parts:

@@ -1,15 +1,15 @@
 """The choice of each optimizer step, the same on all ranks of an exchange; see `planner.choose`.
 
-Every exchange of counts carries a head of 63 bits from each rank:
+Every exchange of counts carries a tag of 63 bits from each rank:
 
     32 bits    hash of choice and options; within a window also of the step number
     31 bits    the rank's time of an iteration in units of 10 us; 0: none
 
-The heads of step n carry the times of step n - 2; `AutoChoice` has an example. An iteration lasts
+The tags of step n carry the times of step n - 2; `AutoChoice` has an example. An iteration lasts
 from its first training counts to the optimizer's step; evaluation, checkpoints and data loading lie
 outside.
 
-Apart from the heads, ranks exchange something at construction only. So an exchange that has no
+Apart from the tags, ranks exchange something at construction only. So an exchange that has no
 micro-batch, or only evaluates, blocks no other one.
 """
 
@@ -29,7 +29,7 @@ from monta_megatron.common.rules import hash_of
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
 from monta_megatron.core import Choice
-from monta_megatron.exchange.counts import ExchangeCounts
+from monta_megatron.exchange.count_messages import MicroBatchCounts
 from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
 from monta_megatron.integration.ranks import agree
@@ -51,32 +51,32 @@ class Chooser:
 
     Attributes:
         choice: of this step; None as above.
-        head: 63 bits that this rank sends with its counts.
+        tag: 63 bits that this rank sends with its counts.
     """
 
     def __init__(
         self, choice: Choice | None, agreed_config: dict[str, Any], group: dist.ProcessGroup
     ) -> None:
         self.choice, self.agreed_config, self.group = choice, agreed_config, group
-        self._set_head(agreed_config)
+        self._set_tag(agreed_config)
 
-    def choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
-        """Compare the heads of all ranks, and return the choice of the micro-batch of the counts.
+    def choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
+        """Compare the tags of all ranks, and return the choice of the micro-batch of the counts.
 
         Raises:
             ValueError: the ranks differ; the message names the first that does, and the field.
         """
-        if len(set((counts.heads >> TIME_BITS).tolist())) > 1:
+        if len(set((counts.tags >> TIME_BITS).tolist())) > 1:
             # All ranks see it. They agreed at construction, so the step or the choice differs.
             agree(self._hashed, self.group)
         return self._choose(counts, is_training, device)
 
-    def _set_head(self, agreed: dict[str, Any], ticks: int = 0) -> None:
-        """Set the head: a hash of the values that all ranks have to share, and this rank's time."""
+    def _set_tag(self, agreed: dict[str, Any], ticks: int = 0) -> None:
+        """Set the tag: a hash of the values that all ranks have to share, and this rank's time."""
         self._hashed = agreed
-        self.head = (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
+        self.tag = (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
 
-    def _choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
+    def _choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
         assert self.choice is not None, "given"
         return self.choice
 
@@ -109,7 +109,7 @@ class AutoChoice(Chooser):
         step   runs   at the first training counts
         0      A      the window of steps 0 to 5 opens
         1      B      each rank reads its own time of step 0 from the device
-        2      A      the heads carry all ranks' times of step 0: A's first turn, not counted
+        2      A      the tags carry all ranks' times of step 0: A's first turn, not counted
         3      B      the times of step 1: B's first turn, not counted
         4, 5   A, B   the times of step 2: A is the best so far; of step 3: A or B is
         6, 7   best   the times of steps 4 and 5, the last turns
@@ -179,7 +179,7 @@ class AutoChoice(Chooser):
         self.step = number
         self._choose_for_step()
 
-    def _choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
+    def _choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
         if is_training and not self.by_counts:
             self._clock.start(device)
             record = self._records[-1]
@@ -189,11 +189,11 @@ class AutoChoice(Chooser):
             record.tokens = max(record.tokens, counts.max_tokens)
         return self.choice or self._pick(counts.max_tokens)
 
-    def _begin(self, counts: ExchangeCounts) -> None:
+    def _begin(self, counts: MicroBatchCounts) -> None:
         """Read the times at a step's first training counts; opens the first window."""
         before_last, last, _ = self._records
         self._busiest = counts.busiest_over_mean or self._busiest
-        times = counts.heads & MOST_TICKS
+        times = counts.tags & MOST_TICKS
         if self.window is not None and times.all():
             us = int(times.max()) * TICK_US
             if line := self.window.add_time(self.step - LATE, us, before_last.kind):
@@ -262,7 +262,7 @@ class AutoChoice(Chooser):
         # Outside of a window, ranks may differ in their steps.
         number = {"step": self.step if self.is_measuring else None}
         agreed = number | self.agreed_config | {"choice": self.choice.name}
-        self._set_head(agreed, self._records[0].ticks)
+        self._set_tag(agreed, self._records[0].ticks)
 
     def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
         """Return the planner's pick for at most `tokens` on a rank, and report it."""

@@ -37,12 +37,12 @@ from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.errors import ExchangeError
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.integration.counts import CountExchange
+from monta_megatron.integration.count_sources import CountsFromRanks
 
 # Most tokens of a rank; rank r has r % 8 fewer, so that neighbours' numbers of tokens differ.
 NUM_TOKENS, FEWER_TOKENS = 256, 8
@@ -71,7 +71,7 @@ class FirstUse:
 
     Attributes:
         chain, num_chunks: the same on all ranks of the exchange.
-        count_table: of the training; has this rank's position in the exchange.
+        count_messages: of the training; has this rank's position in the exchange.
         group: the ranks of the exchange.
         groups: process groups by the group names of the chain.
         hidden_size, dtype: of the rows.
@@ -83,7 +83,7 @@ class FirstUse:
 
     chain: Chain
     num_chunks: int
-    count_table: CountTable
+    count_messages: CountMessages
     group: dist.ProcessGroup
     groups: Mapping[str, PeerGroup]
     hidden_size: int
@@ -101,7 +101,7 @@ class FirstUse:
         """
         passed = _passed.setdefault(self.group, set())
         rows = self.hidden_size, self.dtype, self.prob_dtype, self.topk
-        key = self.count_table.layout, self.chain.name, self.num_chunks, *rows, self.fused
+        key = self.count_messages.layout, self.chain.name, self.num_chunks, *rows, self.fused
         if key in passed:
             return
         problem = ""
@@ -139,7 +139,7 @@ class FirstUse:
 
     def _differences(self) -> Iterator[str]:
         """The first difference in the counts, then the first in the four passes; "" if none."""
-        layout = self.count_table.layout
+        layout = self.count_messages.layout
         pairs = route(layout, min(self.topk, layout.num_experts, MOST_TERMS // layout.etp))
         # [N, X, 4] in the order of the source rows: by token, or permuted by (expert, token).
         sent, received = pairs[pairs[:, 0, SOURCE] == layout.rank], received_pairs(pairs, layout)
@@ -154,20 +154,22 @@ class FirstUse:
 
     def _exchange(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
         """Exchange the counts and bind the chain; returns the exchange and the counts [S, L]."""
-        chain, table = self.chain, self.count_table
-        routing_map_TE = torch.zeros(int(sent[..., TOKEN].max()) + 1, table.layout.num_experts)
-        routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = 1
-        source = CountExchange(
-            count_table=table, topk=self.topk, group=self.group, chain_name=chain.name
+        chain, count_messages = self.chain, self.count_messages
+        routing_map_TE = torch.zeros(
+            int(sent[..., TOKEN].max()) + 1, count_messages.layout.num_experts
         )
-        counts_K, _ = source.exchange(routing_map_TE.bool().to(self.device))
-        counts = table.read(counts_K.cpu().numpy())
+        routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = 1
+        source = CountsFromRanks(
+            count_messages=count_messages, topk=self.topk, group=self.group, chain_name=chain.name
+        )
+        counts_K, _ = source.collect(routing_map_TE.bool().to(self.device))
+        counts = count_messages.read(counts_K.cpu().numpy())
         permuted, is_token = counts.permuted_tokens, chain.rows == "tokens"
         of_rows = counts.tokens if is_token else permuted
         assert of_rows is not None, "counted for chains of tokens"
         least = torch.float32 if is_token else self.prob_dtype
         exchange = Exchange(
-            bound_chain=chain.bind(table.layout, of_rows, self.num_chunks),
+            bound_chain=chain.bind(count_messages.layout, of_rows, self.num_chunks),
             groups=self.groups,
             sum_dtype=torch.promote_types(least, torch.float32),
             monitor=Monitor(),
@@ -200,7 +202,7 @@ class FirstUse:
 
         The bits of 3 - row all differ from the row's, so no pass can pass by stale memory.
         """
-        layout, is_token = self.count_table.layout, self.chain.rows == "tokens"
+        layout, is_token = self.count_messages.layout, self.chain.rows == "tokens"
         terms, etp_rank = torch.tensor(TERMS), layout.rank % layout.etp
         sum_dtype = torch.promote_types(exchange.sum_dtype, self.dtype)
 

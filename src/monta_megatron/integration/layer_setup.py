@@ -17,11 +17,11 @@ from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
 from monta_megatron.integration.auto import AutoChoice, Chooser, choice_of, share
-from monta_megatron.integration.counts import CapacityCounts, CountExchange
+from monta_megatron.integration.count_sources import CountsFromCapacity, CountsFromRanks
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import agreed_config, planner_for
 from monta_megatron.integration.ranks import (
@@ -53,7 +53,7 @@ class LayerSetup:
     groups: Mapping[str, dist.ProcessGroup]
     planner: Planner
     chooser: Chooser
-    counts: CountExchange | CapacityCounts
+    counts: CountsFromRanks | CountsFromCapacity
     captures: bool
     is_fused: bool
 
@@ -171,17 +171,19 @@ def set_up_layer(
                 print_once(line)
 
         # Step 5: the source of the counts.
-        table = CountTable(
+        count_messages = CountMessages(
             chains=planner.chains,
             layout=layout,
             num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
             kernels=kernels,
         )
-        counts: CountExchange | CapacityCounts = CapacityCounts(count_table=table, config=config)
+        counts: CountsFromRanks | CountsFromCapacity = CountsFromCapacity(
+            count_messages=count_messages, config=config
+        )
         if not config.moe_pad_expert_input_to_capacity:
             topk = config.moe_router_topk
-            counts = CountExchange(
-                count_table=table, topk=topk, group=group, chain_name=options.chain
+            counts = CountsFromRanks(
+                count_messages=count_messages, topk=topk, group=group, chain_name=options.chain
             )
         return LayerSetup(
             options=options,

@@ -1,4 +1,7 @@
-"""Metadata of an exchange: counted by each rank, exchanged once, copied to the host once.
+"""The counts of a micro-batch: the messages that carry them between ranks, and the counts read.
+
+A rank counts its routing map, sends each rank a message (`chains.counts` has its columns), and
+copies what it has received to the host, once.
 
 Notation: T = tokens of this rank, E = experts, B = token blocks, S = ranks of the exchange, L =
 local experts, EP and ETP = sizes of its groups, P = parts of the experts, X = columns of a message,
@@ -15,15 +18,15 @@ import torch
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.chains.counts import HEAD_SIZE, MOST_TOKENS, message_columns, part_sizes
+from monta_megatron.chains.counts import HEADER_SIZE, MOST_TOKENS, message_columns, part_sizes
 from monta_megatron.core import Layout
 from monta_megatron.exchange.copies import block_size, count_routing
 from monta_megatron.exchange.kernel_choice import is_fused
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeCounts:
-    """Counts received by one rank, on the host.
+class MicroBatchCounts:
+    """Counts of one micro-batch that a rank needs, on the host.
 
     Attributes:
         count_permuted_tokens: computes `permuted_tokens` at the first use.
@@ -31,7 +34,7 @@ class ExchangeCounts:
         num_tokens: [S] tokens of every rank.
         max_experts_per_token: of any token; 0 where rows are permuted tokens only.
         received_rows: [S] rows received by each rank's experts in the layer's last exchange.
-        heads: [S] bits about each rank's choice; see `integration.auto`.
+        tags: [S] 63 bits about each rank's choice; see `integration.auto`.
     """
 
     count_permuted_tokens: Callable[[], Counts]
@@ -39,7 +42,7 @@ class ExchangeCounts:
     num_tokens: NDArray[np.int64]
     max_experts_per_token: int
     received_rows: NDArray[np.int64]
-    heads: NDArray[np.int64]
+    tags: NDArray[np.int64]
 
     @cached_property
     def permuted_tokens(self) -> Counts:
@@ -64,8 +67,8 @@ def busiest_over_mean(received_rows: NDArray[np.int64]) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountTable:
-    """Exchanges the counts required by the candidate chains of a layout; see `chains.counts`.
+class CountMessages:
+    """Writes and reads the messages of counts for the candidate chains; see `chains.counts`.
 
     Attributes:
         chains: the candidates.
@@ -96,13 +99,13 @@ class CountTable:
         return {"experts": self.layout.num_experts, **self.parts}
 
     def count(
-        self, routing_map_TE: torch.Tensor, head: int = 0, received_rows: int = 0
+        self, routing_map_TE: torch.Tensor, tag: int = 0, received_rows: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Count tokens on the device of the map, without a sync.
 
         Args:
             routing_map_TE: bool.
-            head: 63 bits for all ranks; see `integration.auto`.
+            tag: 63 bits for all ranks; see `integration.auto`.
             received_rows: rows received by this rank's experts in the last exchange.
 
         Returns:
@@ -115,10 +118,10 @@ class CountTable:
         if is_fused(self.kernels, device.type):
             from monta_megatron.exchange.kernels.count_routing import count_routing as count
         sent = count(routing_map_TE, self.num_blocks, parts, self.by_block)
-        # The head, see `chains.counts`: 64 bits make two columns of int32, the low half first.
-        counted, of_choice = (
+        # The header, see `chains.counts`: 64 bits make two columns of int32, the low half first.
+        counted, of_tag = (
             torch.full((1,), value, dtype=torch.int64, device=device).view(torch.int32)
-            for value in (received_rows << 32 | num_tokens, head)
+            for value in (received_rows << 32 | num_tokens, tag)
         )
         # A placeholder where no chain's rows are tokens: nobody reads the column then.
         most_experts = sent.pop("most experts", counted[:1])
@@ -129,7 +132,7 @@ class CountTable:
         num_ranks = len(layout.nodes)
         # [nodes, ranks of a node, B, columns]
         shape = num_nodes, num_ranks // num_nodes, self.num_blocks, -1
-        sections = [column.expand(shape) for column in (counted, most_experts, of_choice)]
+        sections = [column.expand(shape) for column in (counted, most_experts, of_tag)]
         for name in self.sizes:
             groups = num_groups.get(name, layout.ep)
             # [B, groups * columns] -> [groups, 1, B, columns] -> [groups, ranks, B, columns]
@@ -142,7 +145,7 @@ class CountTable:
         """The received messages and this rank's own counts as one tensor: [K] int32."""
         return torch.cat([received_SBX.flatten(), *(sent[name].flatten() for name in self.sizes)])
 
-    def read(self, joined_K: NDArray[np.int32]) -> ExchangeCounts:
+    def read(self, joined_K: NDArray[np.int32]) -> MicroBatchCounts:
         """Read the tensor of `join` on the host."""
         layout, num_ranks = self.layout, len(self.layout.nodes)
         num_sent = self.num_blocks * sum(self.sizes.values())
@@ -151,9 +154,9 @@ class CountTable:
         # Blocks come first in memory, because a chain sums those of each chunk.
         by_block_BSX = np.ascontiguousarray(received_SBX.swapaxes(0, 1), dtype=np.int64)
         messages_SBX, sent = by_block_BSX.swapaxes(0, 1), joined_K[-num_sent:].astype(np.int64)
-        # All blocks have the same head, whose last two columns are the bits of `heads`.
-        num_tokens_S, received_rows_S, most_experts_S = by_block_BSX[0, :, : HEAD_SIZE - 2].T
-        heads_S = received_SBX[:, 0, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
+        # All blocks have the same header, whose last two columns are the tag.
+        num_tokens_S, received_rows_S, most_experts_S = by_block_BSX[0, :, : HEADER_SIZE - 2].T
+        tags_S = received_SBX[:, 0, HEADER_SIZE - 2 : HEADER_SIZE].copy().view(np.int64)[:, 0]
 
         def count_permuted_tokens() -> Counts:
             columns, lengths = self._sections
@@ -165,13 +168,13 @@ class CountTable:
                 received=pairs_SL.reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2),
             )
 
-        return ExchangeCounts(
+        return MicroBatchCounts(
             count_permuted_tokens=count_permuted_tokens,
             tokens=self._token_counts(num_tokens_S, messages_SBX, sent) if self.by_block else None,
             num_tokens=num_tokens_S,
             max_experts_per_token=max(int(most_experts_S.max()), 1) if self.by_block else 0,
             received_rows=received_rows_S,
-            heads=heads_S,
+            tags=tags_S,
         )
 
     @cached_property
