@@ -9,11 +9,12 @@ every expert's rows; every chunk scatters its rows into stock's order. No torch.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monta_megatron.chains.counts import Counts, TokenCounts
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -73,22 +74,11 @@ def starts_of(lengths: RowCounts) -> RowCounts:
 
 
 Rows: TypeAlias = Literal["permuted tokens", "tokens"]
+# What a chain is bound to, by its `rows`.
+ChainCounts: TypeAlias = Counts | TokenCounts
 # (pipeline offsets of the stages, C) -> (stage, iteration) in the order of issue. It is always
 # `order_of_issue`, except in benchmarks/ablation.py.
 Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
-
-
-class ChainCounts(Protocol):
-    """Counts that a chain is bound to: `Counts` or `TokenCounts`, by its `rows`."""
-
-    def check_chunks(self, num_chunks: int) -> None:
-        """Check that the rows can be split into this many chunks; raises ValueError."""
-
-    def num_source_rows(self, rank: int) -> float:
-        """Rows of a rank on the source side; an integer at run time."""
-
-    def rows_per_local_expert(self, stages: "Sequence[BoundStage]") -> RowCounts:
-        """[L] rows on the expert side of the bound stages."""
 
 
 def order_of_issue(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
@@ -155,7 +145,8 @@ class Chain:
         """
         if num_chunks < 1:
             raise ValueError(f"num_chunks: got {num_chunks}, must be at least 1")
-        counts.check_chunks(num_chunks)
+        if isinstance(counts, TokenCounts):
+            counts.check_chunks(num_chunks)
         stages = self.bind_stages(layout, counts, num_chunks)
         return BoundChain(
             chain=self,
@@ -205,19 +196,14 @@ class BoundChain:
 
     @cached_property
     def shape(self) -> "ChainShape":
-        """All that its programs depend on."""
+        """Properties that its programs depend on; the same object for equal ones."""
         stages = tuple([stage.shape for stage in self.stages])
-        return chain_shape(stages, self.num_chunks, self.layout.etp, self.layout.crossing_groups)
-
-    @property
-    def shapes(self) -> tuple[StageShape, ...]:
-        """Shapes of the bound stages, which do not depend on the counts."""
-        return self.shape.stages
+        return _chain_shape(stages, self.num_chunks, self.layout.etp, self.layout.crossing_groups)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ChainShape:
-    """All of a bound chain that does not depend on counts or ranks; see `chain_shape`.
+    """Properties of a bound chain that do not depend on counts or ranks. Compared by identity.
 
     Attributes:
         stages: shapes of the stages, in the chain's order.
@@ -232,14 +218,6 @@ class ChainShape:
     crossing_groups: frozenset[GroupName]
 
 
-@lru_cache(maxsize=4096)
-def chain_shape(
-    stages: tuple[StageShape, ...],
-    num_chunks: int,
-    etp: int,
-    crossing_groups: frozenset[GroupName],
-) -> ChainShape:
-    """One object for equal shapes: a key that is hashed by its identity, once per pass."""
-    return ChainShape(
-        stages=stages, num_chunks=num_chunks, etp=etp, crossing_groups=crossing_groups
-    )
+# Programs are cached by the shape of a chain, whose hash is that of its identity: equal shapes are
+# found once for a bound chain, and not in each of its passes.
+_chain_shape = lru_cache(maxsize=4096)(ChainShape)

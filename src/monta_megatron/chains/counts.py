@@ -16,10 +16,13 @@ are tokens, there is one block. No torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from monta_megatron.chains.chain import Chain
 from monta_megatron.chains.stages import BoundStage, RowCounts
 from monta_megatron.core import Layout
+
+if TYPE_CHECKING:
+    from monta_megatron.chains.chain import Chain
 
 # Columns of the header.
 HEADER_SIZE = 5
@@ -43,16 +46,13 @@ class Counts:
     sent: RowCounts
     received: RowCounts
 
-    def check_chunks(self, num_chunks: int) -> None:
-        """See `ChainCounts`: any number, as rows are split one by one."""
-
     def num_source_rows(self, rank: int) -> float:
-        """See `ChainCounts`."""
+        """Rows of this rank on the source side; an integer at run time."""
         rows: float = self.sent.sum().item()
         return rows
 
     def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
-        """See `ChainCounts`."""
+        """[L] rows on the expert side."""
         rows: RowCounts = self.received.sum(axis=(0, 1))
         return rows
 
@@ -83,7 +83,7 @@ class TokenCounts:
     for_node_ranks: RowCounts | None = None
 
     def check_chunks(self, num_chunks: int) -> None:
-        """See `ChainCounts`: a chunk consists of whole blocks."""
+        """Check that every chunk has a block; raises ValueError."""
         num_blocks = self.tokens.shape[1]
         if num_chunks > num_blocks:
             raise ValueError(
@@ -92,12 +92,12 @@ class TokenCounts:
             )
 
     def num_source_rows(self, rank: int) -> float:
-        """See `ChainCounts`."""
+        """Tokens of a rank; an integer at run time."""
         rows: float = self.tokens[rank].sum().item()
         return rows
 
     def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
-        """See `ChainCounts`: the last stage but one copies rows per expert; see `Chain`."""
+        """[L] rows on the expert side, which the last stage but one copies; see `Chain`."""
         rows: RowCounts = stages[-2].receive.sum(axis=0)
         return rows
 
@@ -119,19 +119,19 @@ class TokenCounts:
         )
 
 
-def part_sizes(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
+def part_sizes(chains: Sequence["Chain"], layout: Layout) -> dict[str, int]:
     """Number of parts by name ("node", "rank"), of those that a chain copies tokens for."""
     named = {part for chain in chains for part in chain.parts}
     sizes = {"node": layout.num_nodes, "rank": layout.ep}
     return {part: size for part, size in sizes.items() if part in named}
 
 
-def num_counted_blocks(chains: Sequence[Chain], num_blocks: int) -> int:
+def num_counted_blocks(chains: Sequence["Chain"], num_blocks: int) -> int:
     """Number of counted token blocks: only chains whose rows are tokens need more than one."""
     return num_blocks if any(chain.rows == "tokens" for chain in chains) else 1
 
 
-def message_columns(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
+def message_columns(chains: Sequence["Chain"], layout: Layout) -> dict[str, int]:
     """Columns of a message by section, in order.
 
     Args:
@@ -147,7 +147,7 @@ def message_columns(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
     return columns
 
 
-def message_size(chains: Sequence[Chain], layout: Layout, num_blocks: int) -> int:
+def message_size(chains: Sequence["Chain"], layout: Layout, num_blocks: int) -> int:
     """Integers that a rank sends to each rank, for `num_blocks` token blocks."""
     blocks = num_counted_blocks(chains, num_blocks)
     return blocks * sum(message_columns(chains, layout).values())

@@ -41,13 +41,11 @@ is the number of the first buffer that uses that memory, and these form a ring o
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 from monta_megatron.chains.chain import BoundChain, ChainShape, Order, order_of_issue
 from monta_megatron.chains.program import (
     BoundProgram,
     Buffer,
-    Operation,
     Pass,
     Policy,
     Program,
@@ -55,7 +53,7 @@ from monta_megatron.chains.program import (
     RowFormat,
     waits_of,
 )
-from monta_megatron.chains.stage_operations import operations_of_chunk
+from monta_megatron.chains.stage_operations import ChunkBuilder
 from monta_megatron.chains.stages import AllGather, AllToAll, StageShape
 from monta_megatron.core import GroupName
 
@@ -123,7 +121,8 @@ def _structure(
     # Step 1: operations and buffers of one chunk, stage by stage.
     stages = shape.stages[::-1] if pass_.transpose else shape.stages
     offsets = pipeline_offsets(stages, shape.crossing_groups, policy)
-    one_chunk = operations_of_chunk(shape, offsets, pass_, row, is_fused=policy == "fused")
+    one_chunk = ChunkBuilder(shape, offsets, pass_, row, is_fused=policy == "fused")
+    body = one_chunk.operations
 
     # Step 2: the order of the chunks. Nothing hides the copies and sums before the first collective
     # of a transposed pass, so it goes from the last chunk, the small one, to the first. With a
@@ -135,158 +134,97 @@ def _structure(
     is_reversed = pass_.transpose and forward_offsets[-1] > 1
     chunks = range(num_chunks)[:: -1 if is_reversed else 1]
 
-    # Step 3: the order of issue, and with it the operations of all chunks. `order` gives stages by
-    # their index in the pass, an operation has that in the chain.
+    # Step 3: the order of issue: (series of an operation, iteration). `order` gives stages by their
+    # index in the pass, an operation has that in the chain.
     by_position: list[list[int]] = [[] for _ in stages]
-    for operation in one_chunk.operations:
+    for operation in body:
         by_position[operation.position].append(operation.series)
     in_pass = by_position[::-1] if pass_.transpose else by_position
     issued = [(series, i) for at, i in order(offsets, num_chunks) for series in in_pass[at]]
-    loop = _unroll(
-        tuple(one_chunk.operations),
-        tuple([buffer.chunk is None for buffer in one_chunk.buffers]),
-        tuple([one.release is Release.JOIN and policy != "host" for one in one_chunk.buffers]),
-        tuple(issued),
-        chunks,
-        policy,
-    )
 
-    # Step 4: the buffers of all chunks.
-    buffers: list[Buffer] = []
-    for buffer in one_chunk.buffers:
-        numbers, ring_size = loop.buffer_numbers[buffer.series], loop.ring_sizes[buffer.series]
-        release = buffer.release
-        if release is Release.JOIN and policy == "host":
-            release = Release.LAST_READ
-        elif release is Release.JOIN and ring_size < num_chunks:
-            release = Release.WINDOW
-        buffers += [
-            buffer._replace(
-                number=numbers[i],
-                chunk=None if buffer.chunk is None else chunks[i],
-                release=release,
-                slot=loop.buffer_numbers[buffer.slot][i % ring_size],
-                last_read=loop.last_reads[buffer.series][i],
-            )
-            for i in range(1 if buffer.chunk is None else num_chunks)
-        ]
-    last = loop.writes[one_chunk.current][-1]
-    trailing = (operation.number for operation in loop.operations if operation.stream > 0)
-    return Program(
-        pass_=pass_,
-        row=row,
-        policy=policy,
-        operations=loop.operations,
-        buffers=tuple(buffers),
-        output=loop.buffer_numbers[one_chunk.current][0],
-        waits_at_end=(last,) if last >= 0 and loop.operations[last].is_collective else (),
-        num_streams=offsets[-1] + 1,
-        num_at_start=next(trailing, len(loop.operations)),
-    )
-
-
-class _Unrolled(NamedTuple):
-    """Operations of all chunks. Its lists are indexed by the series of a buffer, then by iteration.
-
-    Attributes:
-        operations: by number, which is the order of issue.
-        buffer_numbers: of the buffer; the same in every iteration if it holds all chunks.
-        ring_sizes: by series alone: slots of the ring; C where each chunk has its own buffer.
-        writes: number of the operation that writes the buffer, or -1.
-        last_reads: number of the last operation that reads it, or -1.
-    """
-
-    operations: tuple[Operation, ...]
-    buffer_numbers: list[Sequence[int]]
-    ring_sizes: list[int]
-    writes: list[list[int]]
-    last_reads: list[list[int]]
-
-
-# Shared by passes and row formats with the same operations.
-@lru_cache(maxsize=512)
-def _unroll(
-    body: tuple[Operation, ...],
-    is_whole: tuple[bool, ...],
-    in_ring: tuple[bool, ...],
-    issued: tuple[tuple[int, int], ...],
-    chunks: range,
-    policy: Policy,
-) -> _Unrolled:
-    """Repeat the operations of one chunk for all chunks.
-
-    Args:
-        body: operations of one chunk; their buffers are series.
-        is_whole: by series of a buffer, whether it holds the rows of all chunks.
-        in_ring: by series of a buffer, whether it may be a slot of a ring.
-        issued: (series of an operation, iteration) in the order of issue.
-        chunks: chunk of each iteration.
-        policy: how the program is executed.
-    """
-    num_chunks, num_buffers, none = len(chunks), len(is_whole), [-1] * len(chunks)
-    # Step 1: numbers of operations and of buffers, by series and iteration.
+    # Step 4: numbers of operations and of buffers, by series and iteration.
     numbers = [[-1] * num_chunks for _ in body]
     for number, (series, i) in enumerate(issued):
         numbers[series][i] = number
     buffer_numbers: list[Sequence[int]] = []
     end = 0
-    for whole in is_whole:
-        first, end = end, end + (1 if whole else num_chunks)
-        buffer_numbers.append([first] * num_chunks if whole else range(first, end))
+    for buffer in one_chunk.buffers:
+        first, end = end, end + (1 if buffer.chunk is None else num_chunks)
+        buffer_numbers.append(range(first, end) if end > first + 1 else [first] * num_chunks)
 
-    # Step 2: the operations that read and write each buffer: series of the readers, and numbers.
-    readers = [[one.series for one in body if buffer in one.reads] for buffer in range(num_buffers)]
-    writes = [none] * num_buffers
-    for operation in body:
-        for buffer in operation.writes:
-            writes[buffer] = numbers[operation.series]
-
-    # Step 3: the sizes of the rings. A copy that reads a slot frees it. The input of a collective
-    # is free once the reader of its output is issued: its stream has waited for the collective.
-    ring_sizes = [num_chunks] * num_buffers
-    for buffer in range(num_buffers):
-        if in_ring[buffer]:
+    # Step 5: series of the operations that read and write each buffer, and the sizes of the rings.
+    readers = [
+        [one.series for one in body if buffer.series in one.reads] for buffer in one_chunk.buffers
+    ]
+    writers = {written: one.series for one in body for written in one.writes}
+    ring_sizes = [num_chunks] * len(readers)
+    for buffer in one_chunk.buffers:
+        if buffer.release is Release.JOIN and policy != "host":
+            # A copy that reads a slot frees it. The input of a collective is free once the reader
+            # of its output is issued: its stream has waited for the collective.
             freed_by = [
                 numbers[freeing]
-                for reader in readers[buffer]
+                for reader in readers[buffer.series]
                 for freeing in (
                     readers[body[reader].writes[0]] if body[reader].is_collective else [reader]
                 )
             ]
-            ring_sizes[buffer] = _smallest_ring(writes[buffer], freed_by)
+            written_by = numbers[writers[buffer.series]]
+            ring_sizes[buffer.series] = _smallest_ring(written_by, freed_by)
 
-    # Step 4: dependencies: the writers of what an operation reads, and the readers of the slots
+    # Step 6: dependencies: the writers of what an operation reads, and the readers of the slots
     # that it overwrites.
     dependencies = []
     for series, i in issued:
-        earlier = {writes[buffer][i] for buffer in body[series].reads}
-        for buffer in body[series].writes:
-            if ring_sizes[buffer] <= i:
-                overwritten = i - ring_sizes[buffer]
-                earlier |= {numbers[reader][overwritten] for reader in readers[buffer]}
-        dependencies.append(earlier - {-1})
+        earlier = {numbers[writers[read]][i] for read in body[series].reads if read in writers}
+        for written in body[series].writes:
+            overwritten = i - ring_sizes[written]
+            if overwritten >= 0:
+                earlier |= {numbers[reader][overwritten] for reader in readers[written]}
+        dependencies.append(earlier)
     waits = waits_of([body[series] for series, _ in issued], dependencies, policy)
 
-    # Step 5: the operations.
+    # Step 7: the operations and the buffers of all chunks.
     operations = []
     for number, ((series, i), waited) in enumerate(zip(issued, waits, strict=True)):
         one = body[series]
         operation = one._replace(
             number=number,
             chunk=chunks[i],
-            reads=tuple([buffer_numbers[buffer][i] for buffer in one.reads]),
-            writes=tuple([buffer_numbers[buffer][i] for buffer in one.writes]),
-            scratch=tuple([buffer_numbers[buffer][i] for buffer in one.scratch]),
+            reads=tuple([buffer_numbers[read][i] for read in one.reads]),
+            writes=tuple([buffer_numbers[written][i] for written in one.writes]),
+            scratch=tuple([buffer_numbers[scratch][i] for scratch in one.scratch]),
             unrounded=None if one.unrounded is None else buffer_numbers[one.unrounded][i],
             **waited._asdict(),
         )
         operations.append(operation)
-    return _Unrolled(
+    buffers: list[Buffer] = []
+    for buffer in one_chunk.buffers:
+        frees_early = buffer.release is Release.JOIN and policy == "host"
+        read_by = readers[buffer.series]
+        buffers += [
+            buffer._replace(
+                number=buffer_numbers[buffer.series][i],
+                chunk=None if buffer.chunk is None else chunks[i],
+                release=Release.LAST_READ if frees_early else buffer.release,
+                slot=buffer_numbers[buffer.slot][i % ring_sizes[buffer.series]],
+                last_read=numbers[read_by[-1]][i] if read_by else -1,
+            )
+            for i in range(1 if buffer.chunk is None else num_chunks)
+        ]
+    output = one_chunk.current
+    last = operations[numbers[writers[output]][-1]] if output in writers else None
+    trailing = (operation.number for operation in operations if operation.stream > 0)
+    return Program(
+        pass_=pass_,
+        row=row,
+        policy=policy,
         operations=tuple(operations),
-        buffer_numbers=buffer_numbers,
-        ring_sizes=ring_sizes,
-        writes=writes,
-        last_reads=[numbers[read_by[-1]] if read_by else none for read_by in readers],
+        buffers=tuple(buffers),
+        output=buffer_numbers[output][0],
+        waits_at_end=(last.number,) if last is not None and last.is_collective else (),
+        num_streams=offsets[-1] + 1,
+        num_at_start=next(trailing, len(operations)),
     )
 
 

@@ -64,10 +64,9 @@ COLLECTIVES: tuple[Literal["alltoall", "allgather"], ...] = ("alltoall", "allgat
 class Release(Enum):
     """When the memory of a buffer is released."""
 
-    WINDOW = "window"
-    """To a later chunk: its slot of the ring buffer is overwritten once it has been read."""
     JOIN = "join"
-    """At the end of the pass, when the caller's stream waits for the side streams."""
+    """At the end of the pass, when the caller's stream waits for the side streams. Until then
+    buffers of later chunks may use its slot."""
     LAST_READ = "last read"
     """When the last operation that reads it has ended; scratch memory with its own operation."""
     CALLER = "caller"
@@ -156,16 +155,6 @@ class Buffer(NamedTuple):
     slot: int
     last_read: int
     series: int
-
-    def message_bytes(self, max_experts_per_token: int) -> tuple[int, ...]:
-        """Bytes of a row in each of its messages."""
-        sizes = [
-            (max_experts_per_token if width is None else width, value_bytes)
-            for _, width, value_bytes in self.columns
-        ]
-        if self.packed:
-            return (offsets_bytes(sizes)[-1],)
-        return tuple(num_values * value_bytes for num_values, value_bytes in sizes)
 
 
 class Operation(NamedTuple):
@@ -292,7 +281,13 @@ class BoundProgram(NamedTuple):
 
     def message_bytes(self, buffer: Buffer) -> tuple[int, ...]:
         """Bytes of a row in each of its messages."""
-        return buffer.message_bytes(self.max_experts_per_token)
+        sizes = [
+            (self.max_experts_per_token if width is None else width, value_bytes)
+            for _, width, value_bytes in buffer.columns
+        ]
+        if buffer.packed:
+            return (offsets_bytes(sizes)[-1],)
+        return tuple(num_values * value_bytes for num_values, value_bytes in sizes)
 
     def num_bytes(self, buffer: Buffer) -> float:
         """Bytes of a buffer."""
@@ -321,15 +316,11 @@ def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
     """
     offsets, end = [], 0
     for num_values, value_bytes in columns:
-        end = round_up(end, value_bytes)
+        # Rounded up to a multiple.
+        end += -end % value_bytes
         offsets.append(end)
         end += num_values * value_bytes
-    return [*offsets, round_up(end, ALIGNMENT_BYTES)]
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of a number that is not below the value."""
-    return -(-value // multiple) * multiple
+    return [*offsets, end + -end % ALIGNMENT_BYTES]
 
 
 class Waits(NamedTuple):

@@ -148,25 +148,6 @@ OPERATIONS_OF: Mapping[tuple[type, bool], Callable[["ChunkBuilder", int], None]]
 }
 
 
-def operations_of_chunk(
-    shape: ChainShape, offsets: Sequence[int], pass_: Pass, row: RowFormat, is_fused: bool
-) -> "ChunkBuilder":
-    """Operations and buffers of one chunk, by the table above.
-
-    Args:
-        shape: of the bound chain.
-        offsets: steps by which each stage of the pass trails the first one.
-        pass_: the pass.
-        row: the sizes of a row's values.
-        is_fused: kernels put rows in place, and sum them without memory of their own.
-    """
-    builder = ChunkBuilder(shape, offsets, pass_, row, is_fused)
-    for at, stage in enumerate(builder.stages):
-        if not builder.is_idle(at):
-            OPERATIONS_OF[type(stage.stage), pass_.transpose](builder, at)
-    return builder
-
-
 def ranks_per_sum(etp: int, num_ranks: int) -> int:
     """Number of adjacent ranks whose terms are summed first, before those sums are added.
 
@@ -176,19 +157,24 @@ def ranks_per_sum(etp: int, num_ranks: int) -> int:
 
 
 class ChunkBuilder:
-    """Operations and buffers of one chunk under construction.
+    """Builds the operations and buffers of one chunk, by the table above.
 
-    Operations and buffers have the types of the whole program. Here they refer to each other by
-    series, as there is no number yet; fields that depend on the chunk, or on the waits, are open.
+    They have the types of the whole program. Here they refer to each other by series, as there is
+    no number yet; fields that depend on the chunk, or on the waits, are open.
+
+    Args:
+        shape: of the bound chain.
+        offsets: steps by which each stage of the pass trails the first one.
+        pass_: the pass.
+        row: the sizes of a row's values.
+        is_fused: kernels put rows in place, and sum them without memory of their own.
 
     Attributes:
         stages: shapes of the stages in the order of the pass.
         num_chunks: C of the chain.
-        pass_: the pass.
-        row: the sizes of a row's values.
+        pass_, row, is_fused: as given.
         etp: expert tensor parallel size.
         is_rounded: sums are wider than rows, so they are rounded for the wire.
-        is_fused: see `operations_of_chunk`.
         operations: by series.
         buffers: by series; the input comes first. `chunk` is None where a buffer holds the rows of
             all chunks; `slot` is the series of the buffer whose memory is used.
@@ -223,6 +209,9 @@ class ChunkBuilder:
         self.unrounded: int | None = None
         self.current = self._add_whole("input", self.boundary(0))
         assert self.current == INPUT, "the first buffer is the input"
+        for at, stage in enumerate(self.stages):
+            if not self.is_idle(at):
+                OPERATIONS_OF[type(stage.stage), pass_.transpose](self, at)
 
     def is_idle(self, at: int) -> bool:
         """Whether a stage is a collective of one rank."""

@@ -74,26 +74,17 @@ class Segments:
 
     Attributes:
         num_runs: runs of each chunk.
-        find_runs: computes `lengths` and `starts` at their first use, which on the expert side is
-            after the first collective has started.
+        find_runs: computes `runs` at their first use, which on the expert side is after the first
+            collective has started.
     """
 
     num_runs: int
     find_runs: Callable[[], tuple[RowCounts, RowCounts]]
 
     @cached_property
-    def _runs(self) -> tuple[RowCounts, RowCounts]:
+    def runs(self) -> tuple[RowCounts, RowCounts]:
+        """[C, runs] length of each run and its first row in the tensor; a chunk is its runs."""
         return self.find_runs()
-
-    @property
-    def lengths(self) -> RowCounts:
-        """[C, runs] rows in each run; a chunk is its runs laid end to end."""
-        return self._runs[0]
-
-    @property
-    def starts(self) -> RowCounts:
-        """[C, runs] first row of each run in the tensor."""
-        return self._runs[1]
 
     @property
     def is_slice(self) -> bool:
@@ -106,8 +97,8 @@ class Segments:
 
     @cached_property
     def _slices(self) -> list[slice]:
-        ends = (self.starts + self.lengths)[:, 0].tolist()
-        return list(map(slice, self.starts[:, 0].tolist(), ends))
+        lengths, starts = self.runs
+        return list(map(slice, starts[:, 0].tolist(), (starts + lengths)[:, 0].tolist()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -397,7 +397,7 @@ def _plan(
     )
     slots: dict[MessageFormat, dict[int, list[_Use]]] = {}
     for buffer, format_ in zip(program.buffers, formats, strict=True):
-        if buffer.release in (Release.JOIN, Release.WINDOW):
+        if buffer.release is Release.JOIN:
             assert buffer.chunk is not None, f"{buffer.name} is the caller's"
             use = _Use(buffer.number, buffer.boundary, buffer.chunk, buffer.repeats)
             slots.setdefault(format_, {}).setdefault(buffer.slot, []).append(use)

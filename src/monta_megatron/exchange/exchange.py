@@ -1,6 +1,6 @@
 """One micro-batch's exchange: state shared by its four passes.
 
-Notation: C = number of chunks, N = rows of all chunks.
+Notation: C = number of chunks, N = rows of all chunks, R = runs of rows of each chunk.
 """
 
 from collections.abc import Mapping
@@ -72,19 +72,20 @@ class Indices:
 def _row_indices(segments: Segments, into_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Expand the runs of every chunk to row indices: one copy to the device, no sync.
 
-    [C, N] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
+    [C, R] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
     """
     device, total = into_N.device, len(into_N)
-    lengths = segments.lengths.ravel()
+    lengths_CR, starts_CR = segments.runs
+    lengths = lengths_CR.ravel()
     # Index of a row: its run's start, plus its offset in the run.
-    shifts = segments.starts.ravel() - (np.cumsum(lengths) - lengths)
+    shifts = starts_CR.ravel() - (np.cumsum(lengths) - lengths)
     runs = torch.from_numpy(np.stack([shifts, lengths]))
     if device.type == "cuda":
         # torch reuses pinned memory once the copy is complete.
         runs = runs.pin_memory().to(device, non_blocking=True)
     shifts_N = torch.repeat_interleave(runs[0], runs[1], output_size=total)
     torch.add(torch.arange(total, device=device), shifts_N, out=into_N)
-    return into_N.split(segments.lengths.sum(axis=1).tolist())
+    return into_N.split(lengths_CR.sum(axis=1).tolist())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

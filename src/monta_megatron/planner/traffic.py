@@ -243,7 +243,7 @@ def _moves(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> Sta
     first = series[0]
     # Writing to places all over a tensor is slower than reading from them.
     position = {"put": first.position, "to_experts": first.position + 1}.get(first.kind)
-    is_put = position is not None and programs[0].bound.shapes[position].addressing == "index"
+    is_put = position is not None and programs[0].bound.shape.stages[position].addressing == "index"
     written = _bytes_of(programs, series, first.writes[0])
     return _in_memory(first.stage, "put" if is_put else "copy", 2 * written)
 
