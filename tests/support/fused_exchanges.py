@@ -19,11 +19,11 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange import count_messages
 from monta_megatron.exchange import expert_lists as torch_lists
-from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.kernels import expert_lists
+from monta_megatron.exchange.messages import Columns, MessageFormat
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
 

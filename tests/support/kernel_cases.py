@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange import copies as reference
 from monta_megatron.exchange import copies as routing_counts
 from monta_megatron.exchange import expert_lists
-from monta_megatron.exchange.buffers import Columns, MessageFormat
-from monta_megatron.exchange.copies import Copies, Parts
+from monta_megatron.exchange.copies import Copies, PartBounds
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
@@ -24,6 +23,7 @@ from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
 from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.messages import Columns, MessageFormat
 from monta_megatron.exchange.sums import sum_ranks, sum_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,7 +54,7 @@ class Case:
 
     num_rows: int
     hidden_size: int
-    parts: ExpertRange
+    parts: Parts
     num_experts: int
     routing: str
     padding: int
@@ -70,7 +70,7 @@ def case_of(seed: int) -> Case:
     draw = random.Random(seed)
     hidden_size = draw.choice(HIDDEN_SIZES)
     most_rows = min(60, max(3, MOST_VALUES // hidden_size // 4))
-    parts = ExpertRange(
+    parts = Parts(
         first=draw.choice((0, 0, 1, 8)),
         size=draw.choice((1, 1, 2, 3, 8)),
         num_parts=draw.choice((1, 2, 3, 4, 8, 17)),
@@ -130,7 +130,7 @@ def _check(case: Case) -> None:
         Copies.empty(case.num_rows, num_copies, parts, ids.device) for _ in range(2)
     )
     most = case.num_rows, num_copies
-    reference.find_copies(ids, Parts.of(parts, *most, ids), expected)
+    reference.find_copies(ids, PartBounds.of(parts, *most, ids), expected)
     find_copies(ids, parts, copies)
     for name in ("row", "by_row", "row_starts", *(("place",) if parts.size == 1 else ())):
         _same(f"find_copies, {name}", getattr(copies, name), getattr(expected, name))

@@ -121,9 +121,9 @@ class Chain:
     serial: bool = False
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """Parts that the chain copies tokens for, in order: "node", "rank", "expert"."""
-        return tuple(stage.part for stage in self.stages if isinstance(stage, Duplicate))
+    def copies_per(self) -> tuple[str, ...]:
+        """What the chain makes a copy of a token for, in order: "node", "rank", "expert"."""
+        return tuple(stage.per for stage in self.stages if isinstance(stage, Duplicate))
 
     @property
     def groups(self) -> tuple[GroupName, ...]:

@@ -119,9 +119,9 @@ class TokenCounts:
         )
 
 
-def part_sizes(chains: Sequence["Chain"], layout: Layout) -> dict[str, int]:
+def num_counted_parts(chains: Sequence["Chain"], layout: Layout) -> dict[str, int]:
     """Number of parts by name ("node", "rank"), of those that a chain copies tokens for."""
-    named = {part for chain in chains for part in chain.parts}
+    named = {part for chain in chains for part in chain.copies_per}
     sizes = {"node": layout.num_nodes, "rank": layout.ep}
     return {part: size for part, size in sizes.items() if part in named}
 
@@ -138,7 +138,7 @@ def message_columns(chains: Sequence["Chain"], layout: Layout) -> dict[str, int]
         chains: the candidates, one of which will run.
         layout: any rank's place.
     """
-    parts = part_sizes(chains, layout)
+    parts = num_counted_parts(chains, layout)
     columns = {"header": HEADER_SIZE, "experts": layout.num_local_experts}
     if "node" in parts:
         columns["for_node"] = 1

@@ -12,7 +12,7 @@ are waited for before the operation that overwrites it is issued. On the device 
 still start later than with a buffer of its own; the planner prices that. On CPU ranks there is no
 ring, and a buffer is released after its last read.
 
-Indices, in the combine of `alltoall_allgather` with ETP 2, in two chunks, with fused kernels. A
+Indices, in the combine of `alltoall_allgather` with ETP 2, in three chunks, with fused kernels. A
 stage has an index in the chain and one in the pass, which are each other's reverse in a transposed
 pass. A boundary lies before, between or after stages:
 
@@ -23,19 +23,22 @@ pass. A boundary lies before, between or after stages:
 
 The operations and buffers of one chunk, made in `chains.stage_operations`, are indexed by *series*,
 those of the whole program by *number*. Iteration i works on the i-th chunk of the pass; this pass
-goes from the last chunk, 1, to the first:
+goes from the last chunk, 2, to the first. Behind each operation stand those that it waits for:
 
-             one chunk, by series        the program, by number
-    series   operation      buffers      iteration 0 (chunk 1)    iteration 1 (chunk 0)
-       0     pack           0 -> 1           0:  0 -> 1               2:  0 -> 2
-       1     alltoall       1 -> 2           1:  1 -> 3               3:  2 -> 4
-       2     reduce_ranks   2 -> 3           4:  3 -> 5               6:  4 -> 6
-       3     alltoall       3 -> 4           5:  5 -> 7               7:  6 -> 8
-       4     put            4 -> 5           8:  7 -> 9               9:  8 -> 9
+          one chunk, by series    the program, by number; waits
+    series  operation     buffers   iteration 0 (chunk 2)  1 (chunk 1)          2 (chunk 0)
+       0    pack          0 -> 1     0:  0 -> 1             2:  0 -> 2           6:  0 -> 3   1
+       1    alltoall      1 -> 2     1:  1 -> 4             3:  2 -> 5           7:  3 -> 6   4
+       2    reduce_ranks  2 -> 3     4:  4 -> 7   1         8:  5 -> 8   3      11:  6 -> 9   7, 5
+       3    alltoall      3 -> 4     5:  7 -> 10            9:  8 -> 11         12:  9 -> 12  10
+       4    put           4 -> 5    10: 10 -> 13  5        13: 11 -> 13  9      14: 12 -> 13  12
 
-Series 0, the input, and 5, the output, are one buffer each, which holds the rows of all chunks. In
-three chunks the buffers of series 1 have the numbers 1, 2 and 3 and the slots 1, 2 and 1: a *slot*
-is the number of the first buffer that uses that memory, and these form a ring of two.
+Series 0, the input, and 5, the output, are one buffer each, which holds the rows of all chunks. The
+buffers of series 1 have the numbers 1, 2 and 3 and the slots 1, 2 and 1: a *slot* is the number of
+the first buffer that uses that memory, and these form a ring of two. So operation 6 waits for 1,
+which reads slot 1. That adds no wait to the launch queue: 4, issued before, waits for 1 too.
+11 waits for 7, which writes what it reads, and for 5, which reads the slot that it overwrites. What
+a queue keeps in order needs no wait: 5 comes after 4 on its stream.
 """
 
 from collections.abc import Sequence
@@ -130,8 +133,8 @@ def _structure(
     # small first chunk the large ones would be in memory together with the output.
     # Collectives are counted as on "streams" under every policy: on CPU ranks ("host") some add no
     # step, and the chunks would go in another order than on GPUs.
-    forward_offsets = pipeline_offsets(shape.stages, shape.crossing_groups, "streams")
-    is_reversed = pass_.transpose and forward_offsets[-1] > 1
+    num_collectives = pipeline_offsets(shape.stages, shape.crossing_groups, "streams")[-1]
+    is_reversed = pass_.transpose and num_collectives > 1
     chunks = range(num_chunks)[:: -1 if is_reversed else 1]
 
     # Step 3: the order of issue: (series of an operation, iteration). `order` gives stages by their
@@ -172,17 +175,17 @@ def _structure(
             written_by = numbers[writers[buffer.series]]
             ring_sizes[buffer.series] = _smallest_ring(written_by, freed_by)
 
-    # Step 6: dependencies: the writers of what an operation reads, and the readers of the slots
+    # Step 6: what an operation needs: the writers of what it reads, and the readers of the slots
     # that it overwrites.
-    dependencies = []
+    needs = []
     for series, i in issued:
         earlier = {numbers[writers[read]][i] for read in body[series].reads if read in writers}
         for written in body[series].writes:
             overwritten = i - ring_sizes[written]
             if overwritten >= 0:
                 earlier |= {numbers[reader][overwritten] for reader in readers[written]}
-        dependencies.append(earlier)
-    waits = waits_of([body[series] for series, _ in issued], dependencies, policy)
+        needs.append(earlier)
+    waits = waits_of([body[series] for series, _ in issued], needs, policy)
 
     # Step 7: the operations and the buffers of all chunks.
     operations = []

@@ -18,7 +18,12 @@ import torch
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.chains.counts import HEADER_SIZE, MOST_TOKENS, message_columns, part_sizes
+from monta_megatron.chains.counts import (
+    HEADER_SIZE,
+    MOST_TOKENS,
+    message_columns,
+    num_counted_parts,
+)
 from monta_megatron.core import Layout
 from monta_megatron.exchange.copies import block_size, count_routing
 from monta_megatron.exchange.kernel_choice import is_fused
@@ -89,14 +94,14 @@ class CountMessages:
         return any(chain.rows == "tokens" for chain in self.chains)
 
     @cached_property
-    def parts(self) -> dict[str, int]:
+    def num_parts(self) -> dict[str, int]:
         """Number of parts of each kind for which tokens are counted, by name."""
-        return part_sizes(self.chains, self.layout)
+        return num_counted_parts(self.chains, self.layout)
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
+    def num_counted(self) -> dict[str, int]:
         """Number of counted experts, and of parts of each kind, by name."""
-        return {"experts": self.layout.num_experts, **self.parts}
+        return {"experts": self.layout.num_experts, **self.num_parts}
 
     def count(
         self, routing_map_TE: torch.Tensor, tag: int = 0, received_rows: int = 0
@@ -110,14 +115,14 @@ class CountMessages:
 
         Returns:
             The message to each rank, [S, B, X] int32, and this rank's own counts by the names of
-            `sizes`: [B, E] pairs, [B, P] tokens.
+            `num_counted`: [B, E] pairs, [B, P] tokens.
         """
         num_tokens, device, layout = len(routing_map_TE), routing_map_TE.device, self.layout
         assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens: int32 cannot count them"
-        parts, count = self.parts, count_routing
+        num_parts, count = self.num_parts, count_routing
         if is_fused(self.kernels, device.type):
             from monta_megatron.exchange.kernels.count_routing import count_routing as count
-        sent = count(routing_map_TE, self.num_blocks, parts, self.by_block)
+        sent = count(routing_map_TE, self.num_blocks, num_parts, self.by_block)
         # The header, see `chains.counts`: 64 bits make two columns of int32, the low half first.
         counted, of_tag = (
             torch.full((1,), value, dtype=torch.int64, device=device).view(torch.int32)
@@ -127,13 +132,13 @@ class CountMessages:
         most_experts = sent.pop("most experts", counted[:1])
 
         # All ranks of a node, or of an EP rank, get the same message.
-        num_nodes = layout.num_nodes if "node" in parts else 1
-        num_groups = {"node": num_nodes, "rank": num_nodes} if "node" in parts else {}
+        num_nodes = layout.num_nodes if "node" in num_parts else 1
+        num_groups = {"node": num_nodes, "rank": num_nodes} if "node" in num_parts else {}
         num_ranks = len(layout.nodes)
         # [nodes, ranks of a node, B, columns]
         shape = num_nodes, num_ranks // num_nodes, self.num_blocks, -1
         sections = [column.expand(shape) for column in (counted, most_experts, of_tag)]
-        for name in self.sizes:
+        for name in self.num_counted:
             groups = num_groups.get(name, layout.ep)
             # [B, groups * columns] -> [groups, 1, B, columns] -> [groups, ranks, B, columns]
             by_group = sent[name].unflatten(1, (groups, -1)).transpose(0, 1).unsqueeze(1)
@@ -143,12 +148,14 @@ class CountMessages:
 
     def join(self, received_SBX: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         """The received messages and this rank's own counts as one tensor: [K] int32."""
-        return torch.cat([received_SBX.flatten(), *(sent[name].flatten() for name in self.sizes)])
+        return torch.cat(
+            [received_SBX.flatten(), *(sent[name].flatten() for name in self.num_counted)]
+        )
 
     def read(self, joined_K: NDArray[np.int32]) -> MicroBatchCounts:
         """Read the tensor of `join` on the host."""
         layout, num_ranks = self.layout, len(self.layout.nodes)
-        num_sent = self.num_blocks * sum(self.sizes.values())
+        num_sent = self.num_blocks * sum(self.num_counted.values())
         received_SBX = joined_K[:-num_sent].reshape(num_ranks, self.num_blocks, -1)
         # Sums over ranks may take more bits than the counts of one.
         # Blocks come first in memory, because a chain sums those of each chunk.
@@ -180,7 +187,7 @@ class CountMessages:
     @cached_property
     def _sections(self) -> tuple[dict[str, slice], dict[str, slice]]:
         """Columns of each section in a message, and its slice of this rank's own counts."""
-        lengths = {name: self.num_blocks * size for name, size in self.sizes.items()}
+        lengths = {name: self.num_blocks * size for name, size in self.num_counted.items()}
         return _slices(message_columns(self.chains, self.layout)), _slices(lengths)
 
     @cached_property

@@ -1,6 +1,6 @@
 """The choice of each optimizer step, the same on all ranks of an exchange; see `planner.choose`.
 
-Every exchange of counts carries a tag of 63 bits from each rank:
+Every count exchange carries a tag of 63 bits from each rank:
 
     32 bits    hash of choice and options; within a window also of the step number
     31 bits    the rank's time of an iteration in units of 10 us; 0: none
@@ -9,8 +9,8 @@ The tags of step n carry the times of step n - 2; `AutoChoice` has an example. A
 from its first training counts to the optimizer's step; evaluation, checkpoints and data loading lie
 outside.
 
-Apart from the tags, ranks exchange something at construction only. So an exchange that has no
-micro-batch, or only evaluates, blocks no other one.
+Apart from the tags, ranks communicate about choices at construction only. So an exchange that has
+no micro-batch, or only evaluates, blocks no other one.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Counts of a micro-batch: exchanged, or known because experts are always filled to capacity.
+"""Counts of a micro-batch: received from all ranks, or known where experts get a fixed capacity.
 
 Both sources work in three steps: `collect` on the device (CUDA graphs may capture it),
 `copy_to_host` where Megatron copies its own metadata, and `read` where the host needs the counts.
@@ -25,7 +25,7 @@ from monta_megatron.exchange.errors import naming_failure
 
 @dataclass(kw_only=True)
 class CountsFromRanks:
-    """Exchanges the counts of all ranks of the group, from which all splits follow."""
+    """Counts received from all ranks of the group, from which all splits follow."""
 
     count_messages: CountMessages
     topk: int

@@ -150,7 +150,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Start the exchange of counts, and permute if the chain's rows are permuted tokens.
+        """Start the count exchange, and permute if the chain's rows are permuted tokens.
 
         [S/TP, B, H] or [T, H], [T, E] bool, [T, E] -> [N, H], [N] in expert order; or [T, H],
         [T, E].
@@ -170,7 +170,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return self._enter(hidden_states.view(-1, self.hidden_shape[-1]), probs_TE)
 
     def preprocess(self, routing_map: torch.Tensor) -> None:
-        """Start the exchange of counts of a map [T, E], and set where the host waits for them.
+        """Start the count exchange of a map [T, E], and set where the host waits for them.
 
             chain's rows     routing map          host waits      rows to permute
             not yet chosen   any                  before permute  as below, once chosen

@@ -35,12 +35,12 @@ from monta_megatron.chains import Chain
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.errors import ExchangeError
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
+from monta_megatron.exchange.messages import Columns
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.integration.count_sources import CountsFromRanks
 
@@ -145,15 +145,15 @@ class FirstUse:
         sent, received = pairs[pairs[:, 0, SOURCE] == layout.rank], received_pairs(pairs, layout)
         if self.chain.rows == "permuted tokens":
             sent = sent.flatten(0, 1)[sent[..., EXPERT].flatten().argsort(stable=True), None]
-        exchange, counts_SL = self._exchange(sent)
+        exchange, counts_SL = self._bind(sent)
         expected_SL, local = torch.zeros_like(counts_SL), received[:, EXPERT] - layout.first_expert
         expected_SL.index_put_((received[:, SOURCE], local), torch.tensor(1), accumulate=True)
         yield _difference("counts by source rank and local expert", counts_SL, expected_SL)
         differences = [_difference(*each) for each in self._passes(exchange, sent, received)]
         yield next((line for line in differences if line), "")
 
-    def _exchange(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
-        """Exchange the counts and bind the chain; returns the exchange and the counts [S, L]."""
+    def _bind(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
+        """Send the counts and bind the chain; returns the exchange and the counts [S, L]."""
         chain, count_messages = self.chain, self.count_messages
         routing_map_TE = torch.zeros(
             int(sent[..., TOKEN].max()) + 1, count_messages.layout.num_experts

@@ -114,7 +114,7 @@ def set_up_layer(
     given, group, device = Options.of(config), groups["tp_ep"], device_type()
     ranks = dist.get_process_group_ranks(group)
     reports = reports_for_stage(group, pg_collection)
-    # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation, the
+    # If capacity fixes the counts, none are sent; if CUDA graphs capture the permutation, the
     # rows have to be permuted. In both cases "auto" is limited to chains of permuted tokens, and
     # chooses by the counts of each micro-batch.
     by_counts = captures or config.moe_pad_expert_input_to_capacity

@@ -10,14 +10,14 @@ pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheel
 from compiled_kernels import no_driver
 from triton.compiler.compiler import LazyDict
 
-from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.exchange.buffers import Columns
+from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels import tiles
 from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.messages import Columns
 
 HIDDEN = 32
-PARTS = ExpertRange(first=0, size=1, num_parts=4)
+PARTS = Parts(first=0, size=1, num_parts=4)
 
 
 @pytest.mark.skipif(not tiles.LAUNCHES_VARIANTS, reason="this Triton binds every launch")

@@ -10,7 +10,6 @@ Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
 
 import triton.language as tl
 
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
     LIST,
@@ -23,6 +22,7 @@ from monta_megatron.exchange.kernels.tiles import (
     stride_of,
 )
 from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.messages import Columns
 
 
 def duplicate(

@@ -10,11 +10,13 @@ rows.
 from collections.abc import Callable, Mapping
 
 from monta_megatron.chains.program import Kind, Operation
-from monta_megatron.exchange.buffers import Buffers, Columns, promoted
-from monta_megatron.exchange.kernels import duplicate as duplicates
-from monta_megatron.exchange.kernels import find_copies, reduce_ranks
-from monta_megatron.exchange.kernels import reduce as sums
-from monta_megatron.exchange.kernels import to_experts as experts
+from monta_megatron.exchange.buffers import Buffers, promoted
+from monta_megatron.exchange.kernels.duplicate import duplicate as duplicate_rows
+from monta_megatron.exchange.kernels.find_copies import find_copies
+from monta_megatron.exchange.kernels.reduce import reduce as reduce_copies
+from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks as reduce_terms
+from monta_megatron.exchange.kernels.to_experts import to_experts as put_copies
+from monta_megatron.exchange.messages import Columns
 from monta_megatron.exchange.operations import OPERATIONS, Works, first_unrounded
 
 
@@ -24,7 +26,7 @@ def find(buffers: Buffers, operation: Operation) -> None:
     parts = buffers.exchange.bound_chain.stages[operation.position].parts
     assert columns.ids is not None and parts is not None, f"{operation.stage} has nothing to find"
     copies, launches = buffers.copies(operation), buffers.launches(operation)
-    find_copies.find_copies(columns.ids, parts, copies, launches)
+    find_copies(columns.ids, parts, copies, launches)
 
 
 def duplicate(buffers: Buffers, operation: Operation) -> None:
@@ -35,14 +37,14 @@ def duplicate(buffers: Buffers, operation: Operation) -> None:
         columns, into = Columns(*buffers.sent(operation)), Columns(*buffers.messages(written))
     else:
         (columns, _), (into, _) = buffers.source(operation), buffers.target(operation)
-    duplicates.duplicate(columns, buffers.copies(operation), into, buffers.launches(operation))
+    duplicate_rows(columns, buffers.copies(operation), into, buffers.launches(operation))
 
 
 def to_experts(buffers: Buffers, operation: Operation) -> None:
     """Copy each row once per expert, into expert order."""
     (columns, _), (into, places_M) = buffers.source(operation), buffers.target(operation)
     copies = buffers.copies(operation)
-    experts.to_experts(columns, copies, into, places_M, buffers.launches(operation))
+    put_copies(columns, copies, into, places_M, buffers.launches(operation))
 
 
 def reduce(buffers: Buffers, operation: Operation) -> None:
@@ -54,20 +56,20 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
         unrounded_RH = buffers.columns(operation.unrounded).rows
         first = first_unrounded(buffers, operation)
     copies, launches = buffers.copies(operation), buffers.launches(operation)
-    sums.reduce(columns, copies, into, buffers.sum_dtype, index_M, unrounded_RH, first, launches)
+    reduce_copies(columns, copies, into, buffers.sum_dtype, index_M, unrounded_RH, first, launches)
 
 
-def sum_ranks(buffers: Buffers, operation: Operation) -> None:
+def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
     """Sum each row's terms from all ranks, rounded once: [P * N, H] -> [N, H]."""
     (columns, _), (into, _) = buffers.source(operation), buffers.target(operation)
     kept = operation.unrounded
-    reduce_ranks.reduce_ranks(
+    reduce_terms(
         columns,
         into,
         promoted(buffers.exchange.sum_dtype, columns.rows.dtype),
         operation.ranks_per_sum,
         None if kept is None else buffers.columns(kept).rows,
-        buffers.group(operation).rank,
+        buffers.gather_rank(operation),
         buffers.launches(operation),
     )
 
@@ -79,5 +81,5 @@ FUSED_OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = 
     "duplicate": duplicate,
     "to_experts": to_experts,
     "reduce": reduce,
-    "reduce_ranks": sum_ranks,
+    "reduce_ranks": reduce_ranks,
 }

@@ -14,7 +14,6 @@ Notation: N = rows, M = copies, H = hidden size, W = most experts of any row, R 
 import torch
 import triton.language as tl
 
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
     Launch,
@@ -25,6 +24,7 @@ from monta_megatron.exchange.kernels.tiles import (
     move_rows,
     stride_of,
 )
+from monta_megatron.exchange.messages import Columns
 
 
 def to_experts(
