@@ -242,7 +242,7 @@ class Buffers:
         return self.bound.program.pass_.name
 
     def messages(self, number: int) -> list[torch.Tensor]:
-        """The messages of a buffer; CPU ranks allocate them at the first write."""
+        """The messages of a buffer, which CPU ranks allocate at its first write."""
         if number not in self._messages:
             if number in self._reserved:
                 allocation, rows = self._reserved[number]
@@ -264,7 +264,7 @@ class Buffers:
         return self._columns[number]
 
     def source(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
-        """Input columns of an operation, and its chunk's row indices [N] if not all rows."""
+        """Input columns of an operation; if its rows are not all of them, their indices [N]."""
         number = operation.reads[0]
         if number != INPUT:
             return self.columns(number), None
@@ -276,7 +276,7 @@ class Buffers:
         return self.messages(number) if number != INPUT else self.source(operation)[0].tensors()
 
     def target(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
-        """Output columns of an operation, and its chunk's row indices [N] if not all rows."""
+        """Output columns of an operation; if its rows are not all of them, their indices [N]."""
         number = operation.writes[0]
         if number != self.bound.program.output:
             return self.columns(number), None
@@ -292,11 +292,11 @@ class Buffers:
         return self.exchange.groups[operation.group]
 
     def launches(self, operation: Operation) -> "Launches":
-        """Kernel launches shared by all chunks; not cached for irregular rows."""
+        """Kernel launches that all chunks share, and later passes; new ones for irregular rows."""
         return {} if self._launches is None else self._launches[operation.series]
 
     def release(self, operation: Operation) -> None:
-        """Free buffers at their last read; all others are held until the join."""
+        """Free the buffers that an operation is the last to read, if they are released then."""
         for number in operation.reads:
             buffer = self.bound.program.buffers[number]
             if buffer.release is Release.LAST_READ and buffer.last_read == operation.number:
@@ -318,7 +318,7 @@ class Buffers:
         return self._runs[key], None
 
     def _reserve(self, plan: "_Plan") -> None:
-        """Allocate all buffers: one allocation per format, one slot of its ring after the other."""
+        """Allocate all buffers of chunks: one allocation per format, slot after slot."""
         rows_at = self.bound.bound.rows_at
         for format_, slots in plan.slots.items():
             places: list[tuple[int, slice]] = []

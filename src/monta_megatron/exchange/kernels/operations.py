@@ -14,7 +14,6 @@ from monta_megatron.exchange.buffers import Buffers, Columns, promoted
 from monta_megatron.exchange.kernels import duplicate as duplicates
 from monta_megatron.exchange.kernels import find_copies, reduce_ranks
 from monta_megatron.exchange.kernels import reduce as sums
-from monta_megatron.exchange.kernels import to_experts as experts
 from monta_megatron.exchange.operations import OPERATIONS, Works, first_unrounded
 
 
@@ -28,21 +27,16 @@ def find(buffers: Buffers, operation: Operation) -> None:
 
 
 def duplicate(buffers: Buffers, operation: Operation) -> None:
-    """Copy each row, with its list, once per destination part: [N, H] -> [M, H]."""
+    """Copy each row, with its list, once per destination part, or per expert to its place."""
+    index_M = None
     read, written = operation.reads[0], operation.writes[0]
     if buffers.formats[read].packed and buffers.formats[read] == buffers.formats[written]:
         # Messages of the same format are copied with all of their columns at once.
         columns, into = Columns(*buffers.sent(operation)), Columns(*buffers.messages(written))
     else:
-        (columns, _), (into, _) = buffers.source(operation), buffers.target(operation)
-    duplicates.duplicate(columns, buffers.copies(operation), into, buffers.launches(operation))
-
-
-def to_experts(buffers: Buffers, operation: Operation) -> None:
-    """Copy each row once per expert, into expert order."""
-    (columns, _), (into, places_M) = buffers.source(operation), buffers.target(operation)
-    copies = buffers.copies(operation)
-    experts.to_experts(columns, copies, into, places_M, buffers.launches(operation))
+        (columns, _), (into, index_M) = buffers.source(operation), buffers.target(operation)
+    copies, launches = buffers.copies(operation), buffers.launches(operation)
+    duplicates.duplicate(columns, copies, into, index_M, launches)
 
 
 def reduce(buffers: Buffers, operation: Operation) -> None:
@@ -77,7 +71,7 @@ FUSED_OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = 
     "find_lists": find,
     "find_copies": find,
     "duplicate": duplicate,
-    "to_experts": to_experts,
+    "to_experts": duplicate,
     "reduce": reduce,
     "reduce_ranks": sum_ranks,
 }
