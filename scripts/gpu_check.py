@@ -176,7 +176,6 @@ def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
     from monta_megatron.exchange.kernels.find_copies import find_copies
     from monta_megatron.exchange.kernels.reduce import reduce
-    from monta_megatron.exchange.kernels.to_experts import to_experts
     from monta_megatron.exchange.messages import Columns
 
     probs = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=device)
@@ -215,8 +214,8 @@ def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
             lambda: duplicate(Columns(rows=tokens), of_ranks, Columns(rows=to_ranks)),
             2 * len(to_ranks) * row_bytes,
         ),
-        "to_experts": (
-            lambda: to_experts(columns, of_experts, Columns(rows=rows), places),
+        "duplicate, per expert": (
+            lambda: duplicate(columns, of_experts, Columns(rows=rows), places),
             2 * len(rows) * row_bytes,
         ),
         "reduce": (

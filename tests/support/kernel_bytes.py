@@ -20,7 +20,6 @@ from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
-from monta_megatron.exchange.kernels.to_experts import to_experts
 from monta_megatron.exchange.messages import Columns, MessageFormat
 
 # Of the bytes that cannot be avoided: columns read once and written once.
@@ -87,8 +86,8 @@ def compare() -> None:
         rows=torch.zeros(num_pairs, HIDDEN_SIZE, dtype=torch.bfloat16), probs=torch.zeros(num_pairs)
     )
     with counted() as total:
-        to_experts(tokens, by_expert, outputs, torch.randperm(num_pairs))
-    _check("to_experts", total, num_pairs * 2 * (row + 4))
+        duplicate(tokens, by_expert, outputs, torch.randperm(num_pairs))
+    _check("duplicate, per expert", total, num_pairs * 2 * (row + 4))
 
     parts = _message(4 * NUM_TOKENS)
     with counted() as total:

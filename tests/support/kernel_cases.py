@@ -22,7 +22,6 @@ from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
-from monta_megatron.exchange.kernels.to_experts import to_experts
 from monta_megatron.exchange.messages import Columns, MessageFormat
 from monta_megatron.exchange.sums import sum_ranks, sum_rows
 
@@ -136,7 +135,7 @@ def _check(case: Case) -> None:
         _same(f"find_copies, {name}", getattr(copies, name), getattr(expected, name))
     _check_duplicate(case, before, expected, width)
     if parts.size == 1:
-        _check_to_experts(case, before, expected)
+        _check_duplicate_per_expert(case, before, expected)
     _check_reduce(case, expected, width)
     _check_reduce_ranks(case, width)
     _check_lists(case, routing_map, width)
@@ -157,7 +156,7 @@ def _check_duplicate(case: Case, before: Columns, copies: Copies, width: int) ->
     assert torch.equal(back.view(torch.uint8), message[index].view(torch.uint8)), "whole messages"
 
 
-def _check_to_experts(case: Case, before: Columns, copies: Copies) -> None:
+def _check_duplicate_per_expert(case: Case, before: Columns, copies: Copies) -> None:
     num_copies = len(copies.row)
     num_rows = num_copies + (3 if case.in_place else 0)
     into, _ = _message(case, num_rows, width=None)
@@ -167,11 +166,8 @@ def _check_to_experts(case: Case, before: Columns, copies: Copies) -> None:
     expected.rows[where] = before.rows[copies.row]
     if before.probs is not None and expected.probs is not None:
         expected.probs[where] = before.probs[copies.row, copies.place]
-    if places is None:
-        duplicate(before, copies, into)
-    else:
-        to_experts(before, copies, into, places)
-    _same_columns("to_experts", into, expected)
+    duplicate(before, copies, into, places)
+    _same_columns("duplicate, per expert", into, expected)
 
 
 def _check_reduce(case: Case, copies: Copies, width: int) -> None:

@@ -22,7 +22,6 @@ from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.to_experts import to_experts
 from monta_megatron.exchange.messages import Columns, MessageFormat
 
 
@@ -44,7 +43,7 @@ def _put(point: Point, device: torch.device) -> Callable[[], object]:
 
     def put() -> Columns:
         into = Columns(torch.empty_like(columns.rows), columns.rows.new_empty(point.num_rows))
-        to_experts(columns, in_order, into, copies.row)
+        duplicate(columns, in_order, into, copies.row)
         return into
 
     return put

@@ -51,7 +51,7 @@ def split(rows: RowCounts, num_chunks: int) -> RowCounts:
     return np.minimum((steps * rows + np.arange(rows.shape[-1]) % halves) // halves, rows)
 
 
-# Least number of token blocks to count for several chunks; a chunk consists of whole blocks.
+# Tokens are counted in at least this many blocks for several chunks, which consist of whole blocks.
 NUM_BLOCKS = 8
 
 
@@ -190,7 +190,7 @@ class BoundChain:
 
     @cached_property
     def rows_at(self) -> list[list[float]]:
-        """The same as Python numbers, integers at run time."""
+        """[boundaries][C] as Python numbers; integers at run time."""
         before = [stage.rows_before.tolist() for stage in self.stages]
         return [*before, self.stages[-1].rows_after.tolist()]
 

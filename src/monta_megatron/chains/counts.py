@@ -3,8 +3,9 @@
 A rank counts tokens by expert, and by the parts that the chains copy tokens for, in each block. It
 sends every rank one message of int32, all of the same size, with these columns for each block:
 
-    header               the same to all, in all blocks: tokens; rows that its experts received in
-                         the last exchange; most experts of a token; tag, in two columns
+    header               facts about the sender, repeated in all messages and blocks: its tokens;
+                         rows that its experts received in the last exchange; most experts of a
+                         token; its tag, in two columns
     experts              token-expert pairs for each expert of that rank
     for_node             tokens for its node
     for_rank             tokens for itself; or, where tokens are copied for nodes first,

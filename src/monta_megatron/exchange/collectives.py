@@ -139,14 +139,14 @@ UNSET = -(2**31)
 
 
 class _OwnGroup(NamedTuple):
-    """A group created here, and how many times; the same number on all members."""
+    """A group created here, and how often it was; all of its members have counted the same."""
 
     group: dist.ProcessGroup
     times: int
 
 
-# By default group, since a restart of torch.distributed creates another; then by members. Shared by
-# all layers.
+# By the default group, as a restart of torch.distributed creates another one; then by members. All
+# layers share them.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _OwnGroup]] = WeakKeyDictionary()
 
 

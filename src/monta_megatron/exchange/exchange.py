@@ -17,9 +17,10 @@ from monta_megatron.exchange.monitor import Monitor
 
 
 class Indices:
-    """Copies and row indices of all stages, in one allocation of the first pass's caller.
+    """Copies and row indices of all stages, in one allocation.
 
-    Splits one buffer into views per chunk, lazily: mostly while the first collective is in flight.
+    It is made on the stream that calls the first pass, and is split into views per chunk lazily,
+    mostly while the first collective is in flight.
 
     Attributes:
         memory: [any number] int64; None if no stage needs any.
@@ -98,7 +99,7 @@ class Exchange:
         sum_dtype: dtype of the sums over copies of a row: fp32, or for permuted tokens, as in
             Megatron's reduction over ETP, the probabilities' dtype if it is wider.
         monitor: counts bytes and forwards events to its recorder, if any.
-        max_experts_per_token: W; 0 where rows are permuted tokens.
+        max_experts_per_token: W, the most experts of any token; 0 where rows are permuted tokens.
         order: the order of issue; not the default only in benchmarks/ablation.py.
         fused: use Triton kernels; see `kernel_choice`.
         shared: indices by device, created by the first pass.

@@ -1,8 +1,8 @@
 """Interface of the executor to a device: streams, events and the lifetime of buffers.
 
-Stages with the same lag behind the first one share a side stream: with two
-collectives there are three, so that chunk i+1's AllToAll, chunk i's AllGather and chunk i-1's
-copies can run at once; collectives run on streams of their groups' own.
+Stages that trail the first one by the same number of pipeline steps share a side stream. With two
+collectives there are three, so that the AllToAll of chunk i+1, the AllGather of chunk i and the
+copies of chunk i-1 can run at once; collectives run on streams of their groups.
 
 The side streams are distinct from each other and from the caller's. Groups draw theirs from the
 same torch pools, one per priority, and cannot be asked which: only a group of another priority

@@ -19,7 +19,6 @@ from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
-from monta_megatron.exchange.kernels.to_experts import to_experts
 from monta_megatron.exchange.messages import Columns, MessageFormat
 
 MOST_REGISTERS = 128
@@ -58,12 +57,12 @@ def launch_duplicate_of_messages(dtype: torch.dtype, hidden_size: int) -> list[L
     return launches_of(duplicate, before, copies_of(), after)
 
 
-def launch_to_experts(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
+def launch_duplicate_per_expert(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
     into = Columns(
         rows=torch.empty(NUM_COPIES, hidden_size, dtype=dtype), probs=torch.empty(NUM_COPIES)
     )
     places = torch.empty(NUM_COPIES, dtype=torch.int64)
-    return launches_of(to_experts, message(NUM_ROWS, dtype, hidden_size), copies_of(), into, places)
+    return launches_of(duplicate, message(NUM_ROWS, dtype, hidden_size), copies_of(), into, places)
 
 
 def launch_reduce(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
@@ -102,8 +101,8 @@ ROWS: dict[tuple[Callable[..., list[Launch]], torch.dtype, int], tuple[int, int]
     (launch_duplicate, FLOAT32, 4096): (4, 4),
     (launch_duplicate, BFLOAT16, 64): (4, 4),
     (launch_duplicate_of_messages, torch.uint8, 2 * 4096 + 64): (4, 4),
-    (launch_to_experts, BFLOAT16, 7168): (4, 4),
-    (launch_to_experts, FLOAT32, 64): (4, 4),
+    (launch_duplicate_per_expert, BFLOAT16, 7168): (4, 4),
+    (launch_duplicate_per_expert, FLOAT32, 64): (4, 4),
     # A value that is kept unrounded takes twice the bytes.
     (launch_reduce, BFLOAT16, 7168): (2, 2 + 4),
     (launch_reduce, FLOAT16, 4096): (2, 2 + 4),

@@ -15,7 +15,6 @@ from monta_megatron.exchange.kernels.duplicate import duplicate as duplicate_row
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce as reduce_copies
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks as reduce_terms
-from monta_megatron.exchange.kernels.to_experts import to_experts as put_copies
 from monta_megatron.exchange.messages import Columns
 from monta_megatron.exchange.operations import OPERATIONS, Works, first_unrounded
 
@@ -30,21 +29,16 @@ def find(buffers: Buffers, operation: Operation) -> None:
 
 
 def duplicate(buffers: Buffers, operation: Operation) -> None:
-    """Copy each row, with its list, once per destination part: [N, H] -> [M, H]."""
+    """Copy each row, with its list, once per destination part, or per expert to its place."""
+    index_M = None
     read, written = operation.reads[0], operation.writes[0]
     if buffers.formats[read].packed and buffers.formats[read] == buffers.formats[written]:
         # Messages of the same format are copied with all of their columns at once.
         columns, into = Columns(*buffers.sent(operation)), Columns(*buffers.messages(written))
     else:
-        (columns, _), (into, _) = buffers.source(operation), buffers.target(operation)
-    duplicate_rows(columns, buffers.copies(operation), into, buffers.launches(operation))
-
-
-def to_experts(buffers: Buffers, operation: Operation) -> None:
-    """Copy each row once per expert, into expert order."""
-    (columns, _), (into, places_M) = buffers.source(operation), buffers.target(operation)
-    copies = buffers.copies(operation)
-    put_copies(columns, copies, into, places_M, buffers.launches(operation))
+        (columns, _), (into, index_M) = buffers.source(operation), buffers.target(operation)
+    copies, launches = buffers.copies(operation), buffers.launches(operation)
+    duplicate_rows(columns, copies, into, index_M, launches)
 
 
 def reduce(buffers: Buffers, operation: Operation) -> None:
@@ -79,7 +73,7 @@ FUSED_OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = 
     "find_lists": find,
     "find_copies": find,
     "duplicate": duplicate,
-    "to_experts": to_experts,
+    "to_experts": duplicate,
     "reduce": reduce,
     "reduce_ranks": reduce_ranks,
 }
