@@ -176,7 +176,7 @@ def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
     from monta_megatron.exchange.kernels.find_copies import find_copies
     from monta_megatron.exchange.kernels.reduce import reduce
-    from monta_megatron.exchange.messages import Columns
+    from monta_megatron.exchange.memory import Columns
 
     probs = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=device)
     routing_map = torch.zeros_like(probs, dtype=torch.bool)

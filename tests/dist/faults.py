@@ -11,7 +11,7 @@ from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import DISPATCH_BACKWARD, BoundProgram
 from monta_megatron.exchange import buffers, exchange, executor, operations
 from monta_megatron.exchange import executor as autograd
-from monta_megatron.exchange.messages import Columns
+from monta_megatron.exchange.memory import Columns
 
 T = TypeVar("T")
 Fault = Callable[[], AbstractContextManager[Any]]

@@ -23,7 +23,7 @@ from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.kernels import expert_lists
-from monta_megatron.exchange.messages import Columns, MessageFormat
+from monta_megatron.exchange.memory import Columns, MessageFormat
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
 

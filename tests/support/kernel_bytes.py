@@ -20,7 +20,7 @@ from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
-from monta_megatron.exchange.messages import Columns, MessageFormat
+from monta_megatron.exchange.memory import Columns, MessageFormat
 
 # Of the bytes that cannot be avoided: columns read once and written once.
 MOST = 1.1

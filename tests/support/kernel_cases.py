@@ -22,7 +22,7 @@ from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
-from monta_megatron.exchange.messages import Columns, MessageFormat
+from monta_megatron.exchange.memory import Columns, MessageFormat
 from monta_megatron.exchange.sums import sum_ranks, sum_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

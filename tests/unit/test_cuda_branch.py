@@ -37,7 +37,7 @@ from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.expert_lists import expert_ids_of
-from monta_megatron.exchange.messages import Columns
+from monta_megatron.exchange.memory import Columns
 
 HIDDEN = 32
 NUM_BLOCKS = 6

@@ -22,7 +22,7 @@ from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.messages import Columns, MessageFormat
+from monta_megatron.exchange.memory import Columns, MessageFormat
 
 
 def _copy(point: Point, device: torch.device) -> Callable[[], object]:

@@ -14,7 +14,7 @@ from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.copies import Copies, PartBounds, find_copies, put_rows
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.expert_lists import expert_ids_of
-from monta_megatron.exchange.messages import MessageFormat
+from monta_megatron.exchange.memory import MessageFormat
 
 # Allocates the buffers of an operation in memory; returns a function that runs it.
 Prepare: TypeAlias = Callable[[Point, torch.device], Callable[[], object]]

@@ -120,7 +120,7 @@ class TokenCounts:
         )
 
 
-def num_counted_parts(chains: Sequence["Chain"], layout: Layout) -> dict[str, int]:
+def num_parts(chains: Sequence["Chain"], layout: Layout) -> dict[str, int]:
     """Number of parts by name ("node", "rank"), of those that a chain copies tokens for."""
     named = {part for chain in chains for part in chain.copies_per}
     sizes = {"node": layout.num_nodes, "rank": layout.ep}
@@ -139,7 +139,7 @@ def message_columns(chains: Sequence["Chain"], layout: Layout) -> dict[str, int]
         chains: the candidates, one of which will run.
         layout: any rank's place.
     """
-    parts = num_counted_parts(chains, layout)
+    parts = num_parts(chains, layout)
     columns = {"header": HEADER_SIZE, "experts": layout.num_local_experts}
     if "node" in parts:
         columns["for_node"] = 1

@@ -18,17 +18,11 @@ from monta_megatron.chains.program import (
     Policy,
     RowFormat,
 )
-from monta_megatron.chains.stages import AllGather
+from monta_megatron.chains.stages import AllGather, BoundStage
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.copies import Copies, PartBounds
 from monta_megatron.exchange.exchange import Exchange
-from monta_megatron.exchange.memory import (
-    FirstWriteMemory,
-    MemoryLayout,
-    ReservedMemory,
-    memory_layout,
-)
-from monta_megatron.exchange.messages import Columns
+from monta_megatron.exchange.memory import Columns, Memory, MemoryLayout, memory_layout
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.kernels.tiles import Launches
@@ -66,7 +60,7 @@ class Buffers:
         indices: row indices and copies, which the passes of the exchange share.
         formats: of each buffer.
         memory: of the buffers.
-        messages, columns: the methods of `memory`, one call nearer.
+        messages, columns: of `memory`.
         part_bounds: bounds of the parts of a `Duplicate`, by its position; see `operations`.
     """
 
@@ -100,8 +94,9 @@ class Buffers:
         self._output = self.bound.program.output
         if output is not None:
             given[self._output] = output
-        memory = FirstWriteMemory if policy == "host" else ReservedMemory
-        self.memory = memory(self.bound, layout, given)
+        self.memory = Memory(self.bound, layout, given)
+        if policy != "host":
+            self.memory.reserve()
         self.messages, self.columns = self.memory.messages, self.memory.columns
         # Positions of the first and the last stage of the pass.
         last = len(exchange.bound_chain.stages) - 1
@@ -146,12 +141,12 @@ class Buffers:
         assert operation.group is not None, f"{operation.kind} is no collective"
         return self.exchange.groups[operation.group]
 
-    def gather_rank(self, operation: Operation) -> int:
-        """This rank's position among those over which a "reduce" or "reduce_ranks" sums."""
+    def gather(self, operation: Operation) -> tuple[BoundStage, int]:
+        """The AllGather to whose transpose an operation belongs, and this rank's position in it."""
         assert operation.gather is not None, f"{operation.stage} is summed over no ranks"
-        gather = self.exchange.bound_chain.stages[operation.gather].stage
-        assert isinstance(gather, AllGather), f"{gather.name} is no AllGather"
-        return self.exchange.groups[gather.group].rank
+        bound = self.exchange.bound_chain.stages[operation.gather]
+        assert isinstance(bound.stage, AllGather), f"{bound.stage.name} is no AllGather"
+        return bound, self.exchange.groups[bound.stage.group].rank
 
     def launches(self, operation: Operation) -> "Launches":
         """Kernel launches that other passes and chunks have bound; none for irregular rows."""

@@ -22,7 +22,7 @@ from monta_megatron.chains.counts import (
     HEADER_SIZE,
     MOST_TOKENS,
     message_columns,
-    num_counted_parts,
+    num_parts,
 )
 from monta_megatron.core import Layout
 from monta_megatron.exchange.copies import block_size, count_routing
@@ -96,7 +96,7 @@ class CountMessages:
     @cached_property
     def num_parts(self) -> dict[str, int]:
         """Number of parts of each kind for which tokens are counted, by name."""
-        return num_counted_parts(self.chains, self.layout)
+        return num_parts(self.chains, self.layout)
 
     @cached_property
     def num_counted(self) -> dict[str, int]:
@@ -190,10 +190,6 @@ class CountMessages:
         lengths = {name: self.num_blocks * size for name, size in self.num_counted.items()}
         return _slices(message_columns(self.chains, self.layout)), _slices(lengths)
 
-    @cached_property
-    def _block_numbers(self) -> NDArray[np.int64]:
-        return np.arange(self.num_blocks)
-
     def _token_counts(
         self, tokens_S: NDArray[np.int64], messages_SBX: NDArray[np.int64], sent: NDArray[np.int64]
     ) -> TokenCounts:
@@ -201,7 +197,7 @@ class CountMessages:
         columns, lengths = self._sections
         # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
         block_S1 = block_size(tokens_S[:, None], self.num_blocks)
-        left_SB = tokens_S[:, None] - self._block_numbers * block_S1
+        left_SB = tokens_S[:, None] - np.arange(self.num_blocks) * block_S1
         counts: dict[str, NDArray[np.int64]] = {
             name: messages_SBX[:, :, columns[name].start]
             for name in ("for_node", "for_rank")

@@ -95,9 +95,8 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
 
 def first_unrounded(buffers: Buffers, operation: Operation) -> int:
     """First row of a "reduce" that this rank sums next."""
-    assert operation.gather is not None, f"{operation.stage} is summed over no ranks"
-    gathered = buffers.exchange.bound_chain.stages[operation.gather].receive[operation.chunk]
-    return int(gathered[: buffers.gather_rank(operation)].sum())
+    gather, rank = buffers.gather(operation)
+    return int(gather.receive[operation.chunk][:rank].sum())
 
 
 def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
@@ -113,7 +112,7 @@ def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
             promoted(buffers.exchange.sum_dtype, terms.dtype),
             operation.ranks_per_sum,
             unrounded_NH if terms is columns.rows else None,
-            buffers.gather_rank(operation),
+            buffers.gather(operation)[1],
         )
 
 

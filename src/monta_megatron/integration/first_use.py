@@ -40,7 +40,7 @@ from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.errors import ExchangeError
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.messages import Columns
+from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.integration.count_sources import CountsFromRanks
 

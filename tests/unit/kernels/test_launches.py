@@ -14,7 +14,7 @@ from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels import tiles
 from monta_megatron.exchange.kernels.duplicate import duplicate
-from monta_megatron.exchange.messages import Columns
+from monta_megatron.exchange.memory import Columns
 
 HIDDEN = 32
 PARTS = Parts(first=0, size=1, num_parts=4)

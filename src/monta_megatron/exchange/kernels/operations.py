@@ -15,7 +15,7 @@ from monta_megatron.exchange.kernels.duplicate import duplicate as duplicate_row
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce as reduce_copies
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks as reduce_terms
-from monta_megatron.exchange.messages import Columns
+from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.operations import OPERATIONS, Works, first_unrounded
 
 
@@ -63,7 +63,7 @@ def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
         promoted(buffers.exchange.sum_dtype, columns.rows.dtype),
         operation.ranks_per_sum,
         None if kept is None else buffers.columns(kept).rows,
-        buffers.gather_rank(operation),
+        buffers.gather(operation)[1],
         buffers.launches(operation),
     )
 

@@ -30,7 +30,7 @@ from monta_megatron.exchange.kernels.tiles import (
     tile_for,
     values_per_unit,
 )
-from monta_megatron.exchange.messages import Columns
+from monta_megatron.exchange.memory import Columns
 
 
 def reduce(

@@ -24,7 +24,7 @@ from monta_megatron.exchange.kernels.tiles import (
     sum_type,
     values_per_unit,
 )
-from monta_megatron.exchange.messages import Columns
+from monta_megatron.exchange.memory import Columns
 
 # Units of a tile: one per thread, which keeps two sums of it.
 UNITS = 128
