@@ -10,7 +10,8 @@ import torch.distributed as dist
 from exchanges import Case, find_groups, uninitialised_memory_is_nan
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.counts import HEAD_SIZE
+from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.counts import HEAD_SIZE, num_counted_blocks
 from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange import copies, counts, executor, operations, sums
 from monta_megatron.exchange.buffers import Buffers
@@ -46,10 +47,17 @@ def error_of(case: Case, fault: str = "", stage: str = "", fused: bool = False) 
 def use_of(case: Case, fused: bool = False) -> first_use.FirstUse:
     """The first use of a chain, as the dispatcher makes it."""
     _, rank, whole, groups = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
-    return first_use.FirstUse(
-        chain=CHAINS[case.chain],
-        num_chunks=case.num_chunks,
+    chain = CHAINS[case.chain]
+    table = counts.CountTable(
+        chains=(chain,),
         layout=case.layout(rank),
+        num_blocks=num_counted_blocks((chain,), blocks_for(case.num_chunks)),
+        kernels="fused" if fused else "torch",
+    )
+    return first_use.FirstUse(
+        chain=chain,
+        num_chunks=case.num_chunks,
+        count_table=table,
         group=whole,
         groups=groups,
         hidden_size=case.hidden,

@@ -1,19 +1,21 @@
-"""The choice of each optimizer step, alike on all ranks of an exchange; see `planner.choose`.
+"""The choice of each optimizer step, the same on all ranks of an exchange; see `planner.choose`.
 
-What the ranks know of each other travels in their exchanges of counts, 63 bits from each:
+Every exchange of counts carries a head of 63 bits from each rank:
 
-    32 bits    hash of choice and options, and inside a window of the step number
-    31 bits    the time of an iteration in units of 10 us; 0: none
+    32 bits    hash of choice and options; within a window also of the step number
+    31 bits    the rank's time of an iteration in units of 10 us; 0: none
 
-In step n that is the time of step n - 2; `AutoChoice` has the timeline. Evaluation, checkpoints and
-data loading lie outside.
+The heads of step n carry the times of step n - 2; `AutoChoice` has an example. An iteration lasts
+from its first training counts to the optimizer's step; evaluation, checkpoints and data loading lie
+outside.
 
-Only at construction do ranks exchange anything else, so an exchange without a micro-batch, or one
-that evaluates alone, holds nobody up.
+Apart from the heads, ranks exchange something at construction only. So an exchange that has no
+micro-batch, or only evaluates, blocks no other one.
 """
 
 import gc
 from collections import deque
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -34,16 +36,16 @@ from monta_megatron.integration.ranks import agree
 from monta_megatron.planner.choose import LATE, TRIALS, Planner, Window, half_octave
 
 TIME_BITS = 31
-TICK_US = 10
-# From the first window to the second: early routing is untrained.
+TICK_US, MOST_TICKS = 10, (1 << TIME_BITS) - 1
+# From the first window to the second, because early routing is untrained.
 STEPS_TO_SECOND = 1000
 
 
 class Chooser:
-    """Keeps a given choice, and checks that all ranks do; `AutoChoice` changes it by step.
+    """Holds one given choice and checks that all ranks run it; `AutoChoice` changes it by step.
 
     Args:
-        choice: the given one; None where it follows from the counts of a micro-batch.
+        choice: the given one; None if it depends on the counts of the micro-batch.
         agreed_config: values that all ranks of the exchange agreed on at construction.
         group: the ranks of the exchange.
 
@@ -59,23 +61,18 @@ class Chooser:
         self._set_head(agreed_config)
 
     def choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
-        """Compare the heads of all ranks; returns the choice of a micro-batch, by its counts.
-
-        Args:
-            counts: of an exchange, which all ranks of the group have.
-            is_training: whether the layer is in training mode.
-            device: where the exchange runs.
+        """Compare the heads of all ranks, and return the choice of the micro-batch of the counts.
 
         Raises:
-            ValueError: the ranks differ; names the first that does, and in what.
+            ValueError: the ranks differ; the message names the first that does, and the field.
         """
         if len(set((counts.heads >> TIME_BITS).tolist())) > 1:
-            # They agreed at construction: one has other options since, or another step.
+            # All ranks see it. They agreed at construction, so the step or the choice differs.
             agree(self._hashed, self.group)
         return self._choose(counts, is_training, device)
 
     def _set_head(self, agreed: dict[str, Any], ticks: int = 0) -> None:
-        """Set the head, of values on which all ranks have to agree and the time to report."""
+        """Set the head: a hash of the values that all ranks have to share, and this rank's time."""
         self._hashed = agreed
         self.head = (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
 
@@ -84,26 +81,50 @@ class Chooser:
         return self.choice
 
 
+@dataclass(kw_only=True)
+class StepRecord:
+    """Training exchanges of one optimizer step, and its time on this rank."""
+
+    num_exchanges: int = 0
+    # Most tokens of any rank in an exchange.
+    tokens: int = 0
+    # Each from a training exchange to an optimizer's step; a device may not have finished them.
+    segments: list[Segment] = field(default_factory=list)
+    # Their time in units of 10 us; 0 if there is none, or until it was read.
+    ticks: int = 0
+
+    @property
+    def kind(self) -> tuple[int, int] | None:
+        """Kind of a `planner.choose.Trial`; None without training exchanges."""
+        return (self.num_exchanges, half_octave(self.tokens)) if self.num_exchanges else None
+
+
 class AutoChoice(Chooser):
-    """Choices for all layers of one shape on an exchange, from one optimizer step to the next.
+    """Choices for all layers of one shape on an exchange, one per optimizer step.
 
-    Step n:
+    A step's first training counts start the clock, and the entry of the optimizer's step stops it
+    and chooses for the next step. With tune_steps 6 there are 2 slots, A (plain alltoall) and B, of
+    3 turns each:
 
-        first training counts    start the clock; read all ranks' times of step n - 2 from the
-                                 heads; read this rank's time of step n - 1 off the device
-        optimizer's step entry   stop the clock; choose for step n + 1, whose head brings this
-                                 rank's time of step n - 1
+        step   runs   at the first training counts
+        0      A      the window of steps 0 to 5 opens
+        1      B      each rank reads its own time of step 0 from the device
+        2      A      the heads carry all ranks' times of step 0: A's first turn, not counted
+        3      B      the times of step 1: B's first turn, not counted
+        4, 5   A, B   the times of step 2: A is the best so far; of step 3: A or B is
+        6, 7   best   the times of steps 4 and 5, the last turns
+        8      the winner, which a line names as step 8 begins
 
     Args:
-        planner: proposes.
-        num_steps: length of a window; 0 where candidates are not compared.
+        planner: proposes candidates.
+        num_steps: length of a window; 0 if candidates are not compared.
         by_counts: each micro-batch takes the planner's pick for its own counts.
         agreed_config, group: see `Chooser`.
         reports: whether this rank reports for its pipeline stage.
 
     Attributes:
-        step: the largest number of steps of an optimizer since construction; an optimizer that is
-            made later continues the count.
+        step: largest number of steps that an optimizer has made since construction; an optimizer
+            that is made later continues the count.
         window: the latest one; None before the first training exchange.
     """
 
@@ -118,27 +139,21 @@ class AutoChoice(Chooser):
     ) -> None:
         self.planner, self.num_steps, self.by_counts = planner, num_steps, by_counts
         self._reports = reports
-        self.step = 0
-        self.window: Window | None = None
-        # From this step on another window is due.
-        self._next_window = inf
-        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        # Training exchanges in this step, and the most tokens of a rank in any of them; before: of
-        # the last step that had any.
-        self._num_exchanges = self._tokens = self._tokens_before = 0
-        # Number and size of the exchanges in each of the last two steps; None without any.
-        self._kinds: deque[tuple[int, int] | None] = deque([None] * LATE, maxlen=LATE)
-        # Runs from a training exchange to the next entry of an optimizer's step.
-        self._clock = IterationClock()
-        # The last step and its segments, which the device may not have finished.
-        self._ended: tuple[int, list[Segment]] | None = None
-        # A step and this rank's time of it, which the head of two steps later reports.
-        self._ticks = -1, 0
-        self._busiest: float | None = None
-        self._announced: set[Choice] = set()
         # A group may be closed before its layers are gone.
         self._ranks = dist.get_process_group_ranks(group)
-        self._is_first_rank = dist.get_group_rank(group, dist.get_rank()) == 0
+        # Steps: number by optimizer, and the records of steps n - 2, n - 1 and n.
+        self.step = 0
+        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._records = deque((StepRecord() for _ in range(LATE + 1)), maxlen=LATE + 1)
+        self._clock = IterationClock()
+        # Most tokens of any rank, in the last step that had training exchanges.
+        self._tokens = 0
+        # Windows: the latest, the step from which the second is due, and for the reports choices
+        # that have been announced and the rows of the busiest rank over the mean.
+        self.window: Window | None = None
+        self._second_at = inf
+        self._announced: set[Choice] = set()
+        self._busiest: float | None = None
         super().__init__(None, agreed_config, group)
 
     @property
@@ -147,59 +162,58 @@ class AutoChoice(Chooser):
         return self.window is not None and self.window.is_open(self.step)
 
     def enter_step(self, optimizer: Any) -> None:
-        """Called at the entry of an optimizer's step; the first one of an iteration ends it."""
+        """End the step when its first optimizer steps; those that follow only stop the clock."""
         self._clock.stop()
-        # A later one, such as the wrapper of a second call of `train`, continues the count.
+        # A new optimizer, such as the wrapper of a second call of `train`, continues the count.
         number = self._steps.get(optimizer, max(self.step - 1, 0)) + 1
         self._steps[optimizer] = number
         if number <= self.step or self.by_counts:
             return
-        segments, kind = self._clock.take(), None
-        if self._num_exchanges:
-            kind = self._num_exchanges, half_octave(self._tokens)
-            self._ended, self._tokens_before = (self.step, segments), self._tokens
+        ended = self._records[-1]
+        ended.segments = self._clock.take()
+        if ended.kind is not None:
+            self._tokens = ended.tokens
             if self.window is not None:
-                self.window.add(self.step, kind)
-        self._kinds.append(kind)
-        self._num_exchanges = self._tokens = 0
+                self.window.add(self.step, ended.kind)
+        self._records.append(StepRecord())
         self.step = number
         self._choose_for_step()
 
     def _choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
         if is_training and not self.by_counts:
             self._clock.start(device)
-            if self._num_exchanges == 0:
+            record = self._records[-1]
+            if record.num_exchanges == 0:
                 self._begin(counts)
-            self._num_exchanges += 1
-            self._tokens = max(self._tokens, counts.max_tokens)
+            record.num_exchanges += 1
+            record.tokens = max(record.tokens, counts.max_tokens)
         return self.choice or self._pick(counts.max_tokens)
 
     def _begin(self, counts: ExchangeCounts) -> None:
-        """Read the times in the heads of a step's first training exchange."""
+        """Read the times at a step's first training counts; opens the first window."""
+        before_last, last, _ = self._records
         self._busiest = counts.busiest_over_mean or self._busiest
-        times = counts.heads & (1 << TIME_BITS) - 1
+        times = counts.heads & MOST_TICKS
         if self.window is not None and times.all():
-            us, kind = int(times.max()) * TICK_US, self._kinds[0]
-            if line := self.window.add_time(self.step - LATE, us, kind):
+            us = int(times.max()) * TICK_US
+            if line := self.window.add_time(self.step - LATE, us, before_last.kind):
                 self._report(line)
-        # The device has done that step: the host has waited for counts after it.
-        if self._ended is not None:
-            step, segments = self._ended
-            ticks = round((us_of(segments) or 0) / TICK_US)
-            self._ticks, self._ended = (step, min(ticks, (1 << TIME_BITS) - 1)), None
+        # The device has finished the last step, since the host has waited for later counts.
+        if last.segments:
+            last.ticks = min(round((us_of(last.segments) or 0) / TICK_US), MOST_TICKS)
         if self.window is None and not self._others_measure:
             self._open(counts.max_tokens)
             self._choose_for_step()
 
     @property
     def _others_measure(self) -> bool:
-        """Whether other layers of this exchange have a window that is open.
+        """Whether other layers of this exchange have an open window.
 
-        Only those that ran in this step or the one before count: layers of a dropped model may
+        They must have run in this step or the one before, since the layers of a dropped model may
         still exist on some ranks.
         """
         return any(
-            other.is_measuring and (other._num_exchanges or other._kinds[-1])
+            other.is_measuring and (other._records[-1].kind or other._records[-2].kind)
             for other in choosers()
             if other.group is self.group and other is not self
         )
@@ -214,8 +228,8 @@ class AutoChoice(Chooser):
                 self._report(f"{self._where}: no turns, plain alltoall is the only candidate")
         is_first, ran = self.window is None, set() if self.window is None else self.window.ran
         self.window = Window(candidates=candidates, first=self.step, num_steps=num_steps, ran=ran)
-        self._next_window = self.step + STEPS_TO_SECOND if is_first and self.num_steps else inf
-        self._tokens_before = tokens
+        self._second_at = self.step + STEPS_TO_SECOND if is_first and self.num_steps else inf
+        self._tokens = tokens
         if num_steps:
             pick, why = self.planner.pick(tokens)
             self._report(
@@ -224,35 +238,34 @@ class AutoChoice(Chooser):
             )
 
     def _choose_for_step(self) -> None:
-        """Choose for the step that begins, or in which a window has opened."""
+        """Choose at the beginning of a step, or when the first window opens in it."""
         if self.window is None:
             return
-        # Exchanges have results of their own, so each reports, from its first rank.
+        # Each exchange has its own result, which its first rank reports.
         has_result = self.window.num_steps > 0 and self.step == self.window.end + LATE
-        if has_result and self._is_first_rank:
+        if has_result and dist.get_rank() == self._ranks[0]:
             ranks, busiest = ", ".join(map(str, self._ranks)), ""
             if self._busiest is not None:
                 busiest = f"; the busiest rank receives {self._busiest:.2f} times the mean"
             print_once(f"auto, exchange of ranks {ranks}: {self.window.result}{busiest}")
-        if self.step >= self._next_window and not self.is_measuring and not self._others_measure:
-            self._open(self._tokens_before)
-        window, tokens = self.window, half_octave(self._tokens_before)
+        if self.step >= self._second_at and not self.is_measuring and not self._others_measure:
+            self._open(self._tokens)
+        window, tokens = self.window, half_octave(self._tokens)
         self.choice = window.candidate(self.step)
         if self.choice is None:
-            # The experts are not split where measured iterations have shown that this loses.
+            # Experts are not split once measured iterations have shown that splitting loses.
             splits_experts = window.best is None or window.best.splits_experts
             self.choice = window.winner(tokens) or self._pick(tokens, splits_experts)
         elif self.choice not in self._announced:
             self._announced.add(self.choice)
             self._report(f"auto: step {self.step} is the first with {self.choice.name}")
-        step, ticks = self._ticks
-        # Outside of a window a framework may step as it likes.
+        # Outside of a window, ranks may differ in their steps.
         number = {"step": self.step if self.is_measuring else None}
         agreed = number | self.agreed_config | {"choice": self.choice.name}
-        self._set_head(agreed, ticks if step == self.step - LATE else 0)
+        self._set_head(agreed, self._records[0].ticks)
 
     def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
-        """The planner's pick for at most `tokens` on a rank; reports it."""
+        """Return the planner's pick for at most `tokens` on a rank, and report it."""
         choice, why = self.planner.pick(tokens, splits_experts)
         self._report(f"{self._where}: {choice.name}, {why}")
         return choice
@@ -269,7 +282,7 @@ class AutoChoice(Chooser):
         return f"auto, EP {layout.ep} x ETP {layout.etp} over {nodes}"
 
 
-# One for all layers of a shape on an exchange; it goes with the last of them.
+# One for all layers of a shape on an exchange; freed with the last of them.
 _shared: WeakValueDictionary[tuple[Any, ...], AutoChoice] = WeakValueDictionary()
 
 
@@ -279,15 +292,15 @@ def choosers() -> list[AutoChoice]:
 
 
 def choice_of(group: dist.ProcessGroup, agreed_config: dict[str, Any]) -> AutoChoice | None:
-    """The choice that layers of this process share, if there is one."""
+    """The `AutoChoice` that layers with this configuration share on a group, if there is one."""
     if any(each.step or each.window for each in choosers() if each.group is group):
-        # It may belong to a dropped model in a reference cycle that is not collected yet.
+        # It may belong to a dropped model in a reference cycle that has not been collected.
         gc.collect()
     return _shared.get((group, hash_of(agreed_config)))
 
 
 def share(chooser: AutoChoice) -> AutoChoice:
-    """Let layers share a choice; replaces an earlier one."""
+    """Let layers share an `AutoChoice`, in place of an earlier one."""
     call_at_steps(_enter_step)
     _shared[chooser.group, hash_of(chooser.agreed_config)] = chooser
     return chooser
@@ -295,6 +308,6 @@ def share(chooser: AutoChoice) -> AutoChoice:
 
 def _enter_step(optimizer: Any) -> None:
     for chooser in choosers():
-        # Layers from before a restart in this process may not be gone yet, but their groups are.
+        # Layers from before a restart within this process may still exist with closed groups.
         if is_usable(chooser.group):
             chooser.enter_step(optimizer)

@@ -1,7 +1,7 @@
-"""Counts of a micro-batch: exchanged, or known where experts are always filled to capacity.
+"""Counts of a micro-batch: exchanged, or known because experts are always filled to capacity.
 
-Both sources give them in three steps: `exchange` on the device (CUDA graphs may capture it),
-`copy_to_host` where Megatron copies its own metadata, and `read` where the host needs them.
+Both sources work in three steps: `exchange` on the device (CUDA graphs may capture it),
+`copy_to_host` where Megatron copies its own metadata, and `read` where the host needs the counts.
 
 Notation: T = tokens of this rank, E = experts, K = integers that this rank needs.
 """
@@ -19,14 +19,13 @@ from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_ten
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains import Counts
-from monta_megatron.core import Layout
 from monta_megatron.exchange.counts import CountTable, ExchangeCounts
 from monta_megatron.exchange.errors import naming_failure
 
 
 @dataclass(kw_only=True)
 class CountExchange:
-    """Counts of all ranks of the group, from which every split follows."""
+    """Exchanges the counts of all ranks of the group, from which all splits follow."""
 
     count_table: CountTable
     topk: int
@@ -55,14 +54,14 @@ class CountExchange:
         return self.count_table.join(received, sent), len(routing_map_TE) * self.topk
 
     def copy_to_host(self, counts_K: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
-        """Start to copy the result of `exchange`, the only tensor that goes to the host."""
+        """Start to copy the result of `exchange` to the host; no other tensor is copied."""
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
             self._copy = maybe_move_tensor_to_cpu(counts_K, record_stream=True)
         self._copied = side_stream.record_event()
 
     def read(self) -> ExchangeCounts:
-        """Wait for the copy."""
+        """Wait for the copy, and read the counts."""
         assert self._copy is not None and self._copied is not None, "not on its way to the host"
         with self._named():
             self._copied.synchronize()
@@ -78,9 +77,9 @@ class CountExchange:
 
 @dataclass(kw_only=True)
 class CapacityCounts:
-    """The counts where every expert takes `capacity` rows from every rank: none are exchanged."""
+    """Counts of experts that get `capacity` rows from every rank; only the layout is needed."""
 
-    layout: Layout
+    count_table: CountTable
     config: TransformerConfig
     capacity: int = 0
 
@@ -101,9 +100,9 @@ class CapacityCounts:
 
     def read(self) -> ExchangeCounts:
         """The same counts for every pair of ranks."""
-        layout, config = self.layout, self.config
+        layout, config = self.count_table.layout, self.config
         received = np.full((layout.etp, layout.ep, layout.num_local_experts), self.capacity)
-        # All ranks know the capacity; each rank's number of tokens is known only to itself.
+        # All ranks know the capacity, but no rank knows the others' numbers of tokens.
         per_token = config.moe_router_topk * config.moe_expert_capacity_factor
         return ExchangeCounts(
             count_permuted_tokens=lambda: Counts(sent=received[0], received=received),
@@ -118,7 +117,7 @@ class CapacityCounts:
 
 
 def padded(routing_map_TE: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """The map that is counted, padded where Megatron pads it: [T, E]."""
+    """The map [T, E] that is counted: padded where Megatron pads it."""
     if not config.moe_router_padding_for_quantization:
         return routing_map_TE
     is_fused = stock.is_experimental_enabled() and config.moe_permute_fusion
@@ -130,8 +129,8 @@ def padded(routing_map_TE: torch.Tensor, config: TransformerConfig) -> torch.Ten
 def replaces_preprocess() -> bool:
     """Whether a framework has replaced stock's `preprocess`.
 
-    Frameworks whose routing maps hold other than top-k experts of a token do, to count the rows
-    that stock permutes.
+    Frameworks whose routing maps do not hold top-k experts of each token replace it, to count the
+    rows that stock permutes.
     """
     replaced = getattr(stock.MoEAlltoAllTokenDispatcher.preprocess, "__code__", None)
     original = stock.MoETokenDispatcher.__init__.__code__
@@ -139,7 +138,7 @@ def replaces_preprocess() -> bool:
 
 
 # In batch-invariant mode (since 0.20) Megatron's unpermute adds a token's rows by EP rank, then by
-# expert, and finds them by a map that permute returns where it is asked to.
+# expert. It finds them by an inverse map, which permute returns on request.
 KNOWS_ORDER = hasattr(moe_utils, "is_batch_invariant_mode_enabled")
 
 

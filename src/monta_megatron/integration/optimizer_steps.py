@@ -1,12 +1,12 @@
-"""Calls at the entry of every optimizer step of this process.
+"""Calls a function at the entry of every optimizer step of this process.
 
-A call of Megatron's outermost `step` counts, skipped or of a stub as well, and a chain of
-optimizers as one; so does a call of the wrapper that replays a captured step. Outside of Megatron
-every step of a PyTorch optimizer counts, except those by which Megatron makes optimizer states
-before it loads a checkpoint.
+In Megatron every outermost call of `step` counts as one step: a skipped step, the step of a stub,
+a chain of optimizers, the wrapper that replays a captured step. Outside of Megatron every step of a
+PyTorch optimizer counts. Megatron itself steps PyTorch optimizers to make their states before it
+loads a checkpoint; those steps do not count.
 
-Hooks alone are not enough: Megatron's `post_training_step_callbacks` follow the step, in its own
-training loop only, and PyTorch's see neither skipped steps nor that a chain makes one.
+Existing hooks are not enough: Megatron's `post_training_step_callbacks` run after the step and only
+in its own training loop; PyTorch's hooks miss skipped steps and count each optimizer of a chain.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from monta_megatron.common.import_hook import after_import
 
-# Nested calls of Megatron's `step` under way.
+# Depth of nested calls of Megatron's `step`.
 _depth = 0
 
 
@@ -60,7 +60,7 @@ def call_at_steps(function: Callable[[Any], None]) -> None:
             super(base, cls).__init_subclass__(**kwargs)
             wrap(cls)
 
-        # Those that are defined later.
+        # Subclasses that are defined later.
         base.__init_subclass__ = classmethod(__init_subclass__)
 
     def of_graphs(module: ModuleType) -> None:
@@ -73,7 +73,7 @@ def call_at_steps(function: Callable[[Any], None]) -> None:
 
 
 def _is_called_by(package: str) -> bool:
-    """Whether a function of a package is among the callers."""
+    """Whether a caller, direct or not, is a function of a package."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -45,6 +45,7 @@ def install(way_in: str) -> None:
 
 def register() -> None:
     """Check at once that the installed Megatron-Core is a supported one, then install."""
+    # As in PATCHES: the autoload hook imports this file in every process that imports torch.
     from monta_megatron.integration.supported_settings import check_megatron_version
 
     check_megatron_version()

@@ -17,7 +17,7 @@ class LayerStatistics:
         inter_bytes: payload sent by this rank to other nodes.
         intra_bytes: payload sent by it to other ranks on its node.
         busiest_over_mean: rows received by the busiest rank of the exchange over the mean, in the
-            last but one exchange; None if not known.
+            exchange before the last; None if unknown.
     """
 
     layer_number: int | None

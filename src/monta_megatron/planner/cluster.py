@@ -178,10 +178,6 @@ class Cluster:
         curves: one for each operation, resource and group size.
         contention: pairs that are not listed have factor 1, or 2 if both are the same resource.
         doubts: what the calibration found wanting in itself; every plan notes it.
-        nic_faster_than_800_gbit: whether an interface may have a higher rate, which is refused
-            otherwise: so far such numbers are bits.
-        network_faster_than_node_link: whether a rank's share of the network may have a higher rate
-            than its node link, which is refused otherwise: most such numbers are bits.
         calibrated_node: for which the curves of inter hold; bytes of other nodes are converted to
             those that load a network interface as much. None for this cluster's nodes.
     """
@@ -201,8 +197,6 @@ class Cluster:
     curves: tuple[Curve, ...] = ()
     contention: tuple[Contention, ...] = ()
     doubts: tuple[Text, ...] = ()
-    nic_faster_than_800_gbit: bool = False
-    network_faster_than_node_link: bool = False
     calibrated_node: NodeSizes | None = None
 
     def __post_init__(self) -> None:
@@ -228,30 +222,24 @@ class Cluster:
                     f"links: none for {resource}, must be given where curves has none for "
                     f"{' and '.join(needed)} there"
                 )
-        self._check_network()
         for link in self.links:
             link.check_ends()
 
-    def _check_network(self) -> None:
+    def check_network(self) -> None:
         """Refuse rates of the network that are probably bits taken for bytes."""
         network, node_link = self._links.get("inter"), self._links.get("intra")
         if network is None:
             return
         share = network.rate.times(self.nics_per_node / self.ranks_per_node)
-        if self.network_faster_than_node_link:
-            node_link = None
         if node_link is not None and share.gbytes_per_s > node_link.rate.gbytes_per_s:
             raise ValueError(
                 f"links: the network has {share.in_both_units} for each rank, must be at most the "
-                f"{node_link.rate.in_both_units} of intra; check bits and bytes, or write "
-                "network_faster_than_node_link: true if it is so"
+                f"{node_link.rate.in_both_units} of intra; check bits and bytes"
             )
-        is_slow = network.rate.gbytes_per_s <= FASTEST_NIC.gbytes_per_s
-        if not is_slow and not self.nic_faster_than_800_gbit:
+        if network.rate.gbytes_per_s > FASTEST_NIC.gbytes_per_s:
             raise ValueError(
                 f"links: the network has {network.rate.in_both_units} for each interface, must be "
-                f"at most {FASTEST_NIC.in_both_units}; check bits and bytes, or write "
-                "nic_faster_than_800_gbit: true if it is so"
+                f"at most {FASTEST_NIC.in_both_units}; check bits and bytes"
             )
 
     def notes_on(self, world_size: int) -> tuple[str, ...]:

@@ -1,9 +1,4 @@
-"""Cluster files, the nearest preset for uncalibrated clusters, and changed rates.
-
-A file that was cut short may still be YAML, with fewer curves, and plan something else. The last
-line of a measured cluster is therefore a checksum of its measurements. Name, source, sizes and
-memory may be changed by hand; changed costs need `checksum: edited`.
-"""
+"""Cluster files, the nearest preset for uncalibrated clusters, and changed rates."""
 
 import math
 import re
@@ -11,19 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from monta_megatron.chains.program import PricedOperation, Resource
 from monta_megatron.common import presets, strict_yaml
-from monta_megatron.common.rules import Text, hash_of, require
+from monta_megatron.common.rules import Text, require
 from monta_megatron.common.units import Rate
 from monta_megatron.core import Layout
 from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Curve
-
-MEASURED = ("launch", "links", "curves", "contention")
-EDITED = "edited"
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -33,37 +24,17 @@ def load_cluster(path: str | Path) -> Cluster:
         ValueError: one line that names the file, the key, the value and the rule.
     """
     path = presets.find("clusters", path)
-    data = strict_yaml.read(path)
-    if isinstance(data, dict):
-        checksum = data.pop("checksum", None)
-        if data.get("kind") == "measured" and checksum != EDITED:
-            _check(checksum, data, path)
-    return strict_yaml.build(Cluster, data, str(path))
+    cluster = strict_yaml.load(Cluster, path)
+    try:
+        cluster.check_network()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return cluster
 
 
 def dump_measured(cluster: Cluster) -> str:
     """A calibrated cluster as the text of its file."""
-    data = strict_yaml.plain(cluster)
-    return strict_yaml.dump({**data, "checksum": _checksum_of(data)})
-
-
-def _check(checksum: Any, data: dict[str, Any], path: str | Path) -> None:
-    if checksum is None:
-        raise ValueError(
-            f"{path}: checksum: missing, must be the last line of a measured cluster; calibrate "
-            f"again if the file was cut short, or end it with checksum: {EDITED} if it was written "
-            "by hand"
-        )
-    if checksum != _checksum_of(data):
-        raise ValueError(
-            f"{path}: checksum: got {checksum}, must be that of {', '.join(MEASURED)}, which "
-            f"were changed or cut short; calibrate again, or write checksum: {EDITED} to use them "
-            "as they are"
-        )
-
-
-def _checksum_of(data: dict[str, Any]) -> str:
-    return f"{hash_of({name: data.get(name) for name in MEASURED}):016x}"
+    return strict_yaml.dump(strict_yaml.plain(cluster))
 
 
 # For a GPU of another family than those of the presets.
@@ -153,9 +124,6 @@ def with_inter_rate(cluster: Cluster, rate_ratio: float) -> Cluster:
     return replace(
         cluster,
         name=f"{cluster.name}, {RESOURCE_NAMES['inter']} x {rate_ratio:.3g}",
-        # This is what the ratio is for.
-        nic_faster_than_800_gbit=True,
-        network_faster_than_node_link=True,
         links=tuple(
             link.times(rate_ratio) if link.resource == "inter" else link for link in cluster.links
         ),
