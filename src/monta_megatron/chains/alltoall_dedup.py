@@ -15,7 +15,6 @@ from monta_megatron.chains.token_stages import (
     TO_EXPERTS,
     TO_RANKS,
     arrival,
-    bind_copies,
     bind_experts,
     bind_split,
     by_chunk,
@@ -46,7 +45,7 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     alltoall = BoundStage(stage=EP_ALLTOALL, send=sent_CE, receive=received_CE)
     return (
         split,
-        bind_copies(TO_RANKS, split.receive[:, 0], sent_CE, parts),
+        BoundStage(stage=TO_RANKS, send=split.receive, receive=sent_CE, parts=parts),
         alltoall,
         *bind_experts(layout, counts, alltoall, arrival(layout.ep, layout.etp)),
     )

@@ -28,7 +28,7 @@ from monta_megatron.core import GroupName, Layout
 
 
 def split(rows: RowCounts, num_chunks: int) -> RowCounts:
-    """Split every count into `num_chunks` parts: equal ones, and a last one of half their size.
+    """Split every count into `num_chunks` shares: equal ones, and a last one of half their size.
 
     Each source's rows for each expert are split separately, so a chunk holds the same share of all
     of them, and every rank knows every split from the counts alone. The remainders of neighbouring
@@ -76,24 +76,24 @@ def starts_of(lengths: RowCounts) -> RowCounts:
 Rows: TypeAlias = Literal["permuted tokens", "tokens"]
 # What a chain is bound to, by its `rows`.
 ChainCounts: TypeAlias = Counts | TokenCounts
-# (pipeline offsets of the stages, C) -> (stage, iteration) in the order of issue. It is always
-# `order_of_issue`, except in benchmarks/ablation.py.
+# An order of issue: always `order_of_issue`, except in benchmarks/ablation.py.
 Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
 
 
 def order_of_issue(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
-    """(stage, chunk) in the order of issue, which is the same on every rank.
+    """(index of a stage in the pass, iteration) in the order of issue, the same on every rank.
 
-    Stage s of chunk c is issued in step c + offsets[s]; within a step, stages go in order.
+    Iteration i works on the i-th chunk of the pass. Its stage `at` is issued in pipeline step
+    i + offsets[at]; within a step, stages go in order.
 
     Args:
         offsets: steps by which each stage of a pass trails the first; see `pipeline_offsets`.
-        num_chunks: C; chunks are numbered in the order of the pass.
+        num_chunks: C.
     """
     return [
-        (position, step - offset)
+        (at, step - offset)
         for step in range(num_chunks + offsets[-1])
-        for position, offset in enumerate(offsets)
+        for at, offset in enumerate(offsets)
         if 0 <= step - offset < num_chunks
     ]
 
@@ -145,8 +145,11 @@ class Chain:
         """
         if num_chunks < 1:
             raise ValueError(f"num_chunks: got {num_chunks}, must be at least 1")
-        if isinstance(counts, TokenCounts):
-            counts.check_chunks(num_chunks)
+        if isinstance(counts, TokenCounts) and num_chunks > counts.tokens.shape[1]:
+            raise ValueError(
+                f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
+                f"{counts.tokens.shape[1]}"
+            )
         stages = self.bind_stages(layout, counts, num_chunks)
         return BoundChain(
             chain=self,

@@ -49,8 +49,7 @@ class Counts:
 
     def num_source_rows(self, rank: int) -> float:
         """Rows of this rank on the source side; an integer at run time."""
-        rows: float = self.sent.sum().item()
-        return rows
+        return self.sent.sum().item()
 
     def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
         """[L] rows on the expert side."""
@@ -83,19 +82,9 @@ class TokenCounts:
     for_node: RowCounts | None = None
     for_node_ranks: RowCounts | None = None
 
-    def check_chunks(self, num_chunks: int) -> None:
-        """Check that every chunk has a block; raises ValueError."""
-        num_blocks = self.tokens.shape[1]
-        if num_chunks > num_blocks:
-            raise ValueError(
-                f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
-                f"{num_blocks}"
-            )
-
     def num_source_rows(self, rank: int) -> float:
         """Tokens of a rank; an integer at run time."""
-        rows: float = self.tokens[rank].sum().item()
-        return rows
+        return self.tokens[rank].sum().item()
 
     def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
         """[L] rows on the expert side, which the last stage but one copies; see `Chain`."""

@@ -19,7 +19,6 @@ from monta_megatron.chains.token_stages import (
     TO_NODES,
     TO_RANKS,
     arrival,
-    bind_copies,
     bind_experts,
     bind_node_copies,
     by_chunk,
@@ -50,12 +49,13 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
         size=layout.num_local_experts,
         num_parts=num_ranks,
     )
+    arrived_C1 = along_rail.receive.sum(axis=1, keepdims=True)
     in_node = BoundStage(stage=NODE_ALLTOALL, send=sent_CR, receive=received_CR)
     return (
         split,
         to_nodes,
         along_rail,
-        bind_copies(TO_RANKS, along_rail.receive.sum(axis=1), sent_CR, parts),
+        BoundStage(stage=TO_RANKS, send=arrived_C1, receive=sent_CR, parts=parts),
         in_node,
         *bind_experts(layout, counts, in_node, arrival(len(layout.nodes), layout.etp, num_ranks)),
     )

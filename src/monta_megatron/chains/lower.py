@@ -41,7 +41,7 @@ which reads slot 1. That adds no wait to the launch queue: 4, issued before, wai
 a queue keeps in order needs no wait: 5 comes after 4 on its stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -49,6 +49,7 @@ from monta_megatron.chains.chain import BoundChain, ChainShape, Order, order_of_
 from monta_megatron.chains.program import (
     BoundProgram,
     Buffer,
+    Operation,
     Pass,
     Policy,
     Program,
@@ -160,20 +161,12 @@ def _structure(
         [one.series for one in body if buffer.series in one.reads] for buffer in one_chunk.buffers
     ]
     writers = {written: one.series for one in body for written in one.writes}
-    ring_sizes = [num_chunks] * len(readers)
-    for buffer in one_chunk.buffers:
-        if buffer.release is Release.JOIN and policy != "host":
-            # A copy that reads a slot frees it. The input of a collective is free once the reader
-            # of its output is issued: its stream has waited for the collective.
-            freed_by = [
-                numbers[freeing]
-                for reader in readers[buffer.series]
-                for freeing in (
-                    readers[body[reader].writes[0]] if body[reader].is_collective else [reader]
-                )
-            ]
-            written_by = numbers[writers[buffer.series]]
-            ring_sizes[buffer.series] = _smallest_ring(written_by, freed_by)
+    ring_sizes = [
+        _ring_size(buffer.series, body, readers, writers, numbers)
+        if buffer.release is Release.JOIN and policy != "host"
+        else num_chunks
+        for buffer in one_chunk.buffers
+    ]
 
     # Step 6: what an operation needs: the writers of what it reads, and the readers of the slots
     # that it overwrites.
@@ -231,17 +224,32 @@ def _structure(
     )
 
 
-def _smallest_ring(write: Sequence[int], freed_by: Sequence[Sequence[int]]) -> int:
-    """The smallest ring that adds no wait for a collective to the launch queue.
+def _ring_size(
+    buffer: int,
+    body: Sequence[Operation],
+    readers: Sequence[Sequence[int]],
+    writers: Mapping[int, int],
+    numbers: Sequence[Sequence[int]],
+) -> int:
+    """Slots of the smallest ring that adds no wait for a collective to the launch queue.
 
     A slot is written after all operations that free it were issued, so what they wait for is ahead
-    in the queue already.
+    in the queue already. A copy that reads a slot frees it. The input of a collective is free once
+    the reader of its output is issued, since its stream has waited for the collective.
 
     Args:
-        write: by iteration, the operation that writes the slot.
-        freed_by: for each reader, by iteration, the operation that is issued once the slot has been
-            read.
+        buffer: series of the buffer.
+        body: operations of one chunk.
+        readers: by series of a buffer, the series of the operations that read it.
+        writers: by series of a buffer, the series of the operation that writes it.
+        numbers: by series of an operation and iteration, its number.
     """
+    write = numbers[writers[buffer]]
+    freed_by = [
+        numbers[series]
+        for reader in readers[buffer]
+        for series in (readers[body[reader].writes[0]] if body[reader].is_collective else [reader])
+    ]
     return next(
         size
         for size in range(1, len(write) + 1)

@@ -310,11 +310,10 @@ class BoundProgram(NamedTuple):
 
     def splits(self, operation: Operation) -> tuple[list[int], list[int]]:
         """Rows that a collective sends to each peer, and rows that it receives from each."""
-        stage, chunk = self.bound.stages[operation.position], operation.chunk
-        send, receive = stage.splits
+        send, receive = self.bound.stages[operation.position].splits
         if self.program.pass_.transpose:
             send, receive = receive, send
-        return send[chunk], receive[chunk]
+        return send[operation.chunk], receive[operation.chunk]
 
 
 def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:

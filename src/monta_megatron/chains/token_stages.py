@@ -44,13 +44,6 @@ def bind_split(layout: Layout, counts: TokenCounts, num_chunks: int) -> BoundSta
     return BoundStage(stage=SPLIT, send=tokens_C1, receive=tokens_C1, segments=segments)
 
 
-def bind_copies(
-    stage: Duplicate, rows_C: RowCounts, copies_CP: RowCounts, parts: Parts
-) -> BoundStage:
-    """A `Duplicate` of rows into copies for each part."""
-    return BoundStage(stage=stage, send=rows_C[:, None], receive=copies_CP, parts=parts)
-
-
 def bind_node_copies(
     layout: Layout, counts: TokenCounts, num_chunks: int
 ) -> tuple[BoundStage, BoundStage, BoundStage]:
@@ -66,7 +59,7 @@ def bind_node_copies(
     parts = Parts(first=0, size=layout.num_experts // layout.num_nodes, num_parts=layout.num_nodes)
     return (
         split,
-        bind_copies(TO_NODES, split.receive[:, 0], sent_CN, parts),
+        BoundStage(stage=TO_NODES, send=split.receive, receive=sent_CN, parts=parts),
         BoundStage(stage=RAIL_ALLTOALL, send=sent_CN, receive=received_CN),
     )
 
@@ -125,8 +118,8 @@ def bind_experts(
         arrived: the last collective of the chain.
         order: source ranks in the order of arrival.
     """
-    rows_C = arrived.receive.sum(axis=1)
-    pairs_SCL = by_chunk(counts.experts, len(rows_C), axis=1)
+    rows_C1 = arrived.receive.sum(axis=1, keepdims=True)
+    pairs_SCL = by_chunk(counts.experts, len(rows_C1), axis=1)
     experts = Parts(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
     copies_CL = pairs_SCL.sum(axis=0)
     copies_C1 = copies_CL.sum(axis=1)[:, None]
@@ -137,7 +130,7 @@ def bind_experts(
         return expert_order(runs_CLS, order.stock_order)
 
     return (
-        bind_copies(TO_EXPERTS, rows_C, copies_CL, experts),
+        BoundStage(stage=TO_EXPERTS, send=rows_C1, receive=copies_CL, parts=experts),
         BoundStage(
             stage=ORDER,
             send=copies_C1,
