@@ -59,11 +59,6 @@ class MicroBatchCounts:
         """The most tokens on any rank."""
         return int(self.num_tokens.max())
 
-    @property
-    def busiest_over_mean(self) -> float | None:
-        """Of the last exchange; None before one."""
-        return busiest_over_mean(self.received_rows)
-
 
 def busiest_over_mean(received_rows: NDArray[np.int64]) -> float | None:
     """Rows received by the busiest rank over the mean; None if no rank received any."""

@@ -90,12 +90,9 @@ class MessageFormat:
         )
 
     def allocate(self, num_rows: int) -> list[torch.Tensor]:
-        """Messages for `num_rows` rows, uninitialised but for the gaps of packed rows."""
+        """Uninitialised messages for `num_rows` rows."""
         if self.packed:
-            rows = torch.empty(num_rows, *self.row_bytes, dtype=torch.uint8, device=self.device)
-            for gap in self._gaps_bytes:
-                rows[:, gap].zero_()
-            return [rows]
+            return [torch.empty(num_rows, *self.row_bytes, dtype=torch.uint8, device=self.device)]
         return [
             torch.empty(num_rows, *shape, dtype=dtype, device=self.device)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -110,6 +107,11 @@ class MessageFormat:
             view = messages[0][:, place].view(dtype)
             views.append(view if shape else view[:, 0])
         return Columns(*views)
+
+    def clear_gaps(self, messages: Sequence[torch.Tensor]) -> None:
+        """Zero the bytes of packed rows that belong to no column."""
+        for gap in self._gaps_bytes:
+            messages[0][:, gap].zero_()
 
     @cached_property
     def row_bytes(self) -> list[int]:
@@ -138,6 +140,8 @@ class MessageFormat:
     @cached_property
     def _gaps_bytes(self) -> list[slice]:
         """Padding of a packed row, before an aligned column or the next row."""
+        if not self.packed:
+            return []
         starts = [*(place.start for place in self._places_bytes[1:]), *self.row_bytes]
         ends = [place.stop for place in self._places_bytes]
         return [slice(*gap) for gap in zip(ends, starts, strict=True) if gap[0] < gap[1]]
@@ -236,7 +240,7 @@ class Memory:
                     last = start + int(rows_at[boundary][chunk]) * repeats
                     places.append((number, slice(start, last)))
                     end = max(end, last)
-            messages = format_.allocate(end)
+            messages = _allocate(format_, end)
             columns = format_.columns(messages)
             for number, rows in places:
                 self._reserved[number] = messages, columns, rows
@@ -250,7 +254,7 @@ class Memory:
                 self._messages[number] = [message[rows] for message in messages]
             else:
                 num_rows = self._bound.rows(self._bound.program.buffers[number])
-                self._messages[number] = self._layout.formats[number].allocate(int(num_rows))
+                self._messages[number] = _allocate(self._layout.formats[number], int(num_rows))
         return self._messages[number]
 
     def columns(self, number: int) -> Columns:
@@ -271,3 +275,9 @@ class Memory:
             if buffer.release is Release.LAST_READ and buffer.last_read == operation.number:
                 self._messages.pop(number, None)
                 self._columns.pop(number, None)
+
+
+def _allocate(format_: MessageFormat, num_rows: int) -> list[torch.Tensor]:
+    messages = format_.allocate(num_rows)
+    format_.clear_gaps(messages)
+    return messages

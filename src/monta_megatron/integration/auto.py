@@ -29,7 +29,7 @@ from monta_megatron.common.rules import hash_of
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.common.units import counted
 from monta_megatron.core import Choice
-from monta_megatron.exchange.count_messages import MicroBatchCounts
+from monta_megatron.exchange.count_messages import MicroBatchCounts, busiest_over_mean
 from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
 from monta_megatron.integration.ranks import agree
@@ -192,7 +192,7 @@ class AutoChoice(Chooser):
     def _begin(self, counts: MicroBatchCounts) -> None:
         """Read the times at a step's first training counts; opens the first window."""
         before_last, last, _ = self._records
-        self._busiest = counts.busiest_over_mean or self._busiest
+        self._busiest = busiest_over_mean(counts.received_rows) or self._busiest
         times = counts.tags & MOST_TICKS
         if self.window is not None and times.all():
             us = int(times.max()) * TICK_US
