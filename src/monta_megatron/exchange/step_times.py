@@ -33,10 +33,10 @@ def now_us() -> float:
 
 
 class Clock:
-    """Offset of this rank's clock from the first rank's; created collectively by a group.
+    """Offset of this rank's clock from the first rank's; created by all ranks of the launch.
 
     On several hosts, ranks read their clocks right after barriers, which they leave at nearly the
-    same time: the median of the differences is the offset.
+    same time: the median of the differences is the offset. Barriers are on the host, by Gloo.
 
     Attributes:
         name: how the offset was determined.
@@ -44,35 +44,20 @@ class Clock:
         error_us: half the interquartile range of the differences; the largest of any rank.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
-    ) -> None:
-        """Compare the clocks.
-
-        Args:
-            group: the ranks; None for all.
-            device: for messages of the group.
-        """
+    def __init__(self) -> None:
         self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
-        if len(set(gather_objects(_host(), group))) == 1:
+        if len(set(gather_objects(_host()))) == 1:
             return
         here_us = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
-        barrier = torch.zeros(1, device=device)
+        barrier = torch.zeros(1)
         for index in range(NUM_BARRIERS):
-            dist.all_reduce(barrier, group=group)
-            # On a device, wait for it.
-            barrier.item()
+            dist.all_reduce(barrier)
             here_us[index] = now_us()
-        first_us = here_us.to(device)
-        dist.broadcast(
-            first_us,
-            group=group,
-            src=0 if group is None else dist.get_process_group_ranks(group)[0],
-        )
-        differences_us = (here_us - first_us.cpu()).numpy()
-        low_us, middle_us, high_us = np.percentile(differences_us, (25, 50, 75))
-        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64, device=device)
-        dist.all_reduce(error_us, op=dist.ReduceOp.MAX, group=group)
+        first_us = here_us.clone()
+        dist.broadcast(first_us, src=0)
+        low_us, middle_us, high_us = np.percentile((here_us - first_us).numpy(), (25, 50, 75))
+        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64)
+        dist.all_reduce(error_us, op=dist.ReduceOp.MAX)
         self.name = f"monotonic clocks compared after {NUM_BARRIERS} barriers"
         self.offset_us, self.error_us = float(middle_us), float(error_us)
 
@@ -148,7 +133,6 @@ class DeviceRecorder:
 
     def __init__(self) -> None:
         self._noted: list[tuple[Step, float, torch.cuda.Event]] = []
-        self._collectives: set[Key] = set()
         self._ends: dict[Key, torch.cuda.Event] = {}
         torch.cuda.synchronize()
         self._origin = _event(torch.cuda.current_stream())
@@ -158,15 +142,13 @@ class DeviceRecorder:
     def note(self, step: Step) -> None:
         """Record a step at the host's time, and an event for the current stream's."""
         event = _event(torch.cuda.current_stream())
-        key = (step.pass_name, step.operation.number)
-        if step.action == "ready" and key in self._collectives:
+        if step.action == "ready" and step.operation.is_collective:
             # The first stream to wait for it is past it.
-            self._ends.setdefault(key, event)
+            self._ends.setdefault((step.pass_name, step.operation.number), event)
         self._noted.append((step, now_us(), event))
 
     def watch(self, works: Sequence[dist.Work], pass_name: str, operation: int) -> list[dist.Work]:
-        """Register a collective."""
-        self._collectives.add((pass_name, operation))
+        """Return the works: an event notes the first wait for them."""
         return list(works)
 
     def take(self) -> PassRecord:
@@ -179,7 +161,7 @@ class DeviceRecorder:
             ],
             ends_us={key: self._us(event) for key, event in self._ends.items()},
         )
-        self._noted, self._collectives, self._ends = [], set(), {}
+        self._noted, self._ends = [], {}
         return taken
 
     def _us(self, event: torch.cuda.Event) -> float:
