@@ -159,7 +159,7 @@ class Execution:
             self._ready[number] = self._streams.ready(works or [])
         if works:
             self.works[number] = works
-            self._streams.watch(self.bound, self.groups, operation, works)
+            self._streams.watch(self, operation, works)
         elif self._is_host:
             self.buffers.memory.release(operation)
 

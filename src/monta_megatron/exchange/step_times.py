@@ -92,7 +92,6 @@ class DeviceRecorder:
 
     def __init__(self) -> None:
         self._noted: list[tuple[Step, float, torch.cuda.Event]] = []
-        self._collectives: set[Key] = set()
         self._ends: dict[Key, torch.cuda.Event] = {}
         torch.cuda.synchronize()
         self._origin = _event(torch.cuda.current_stream())
@@ -102,15 +101,13 @@ class DeviceRecorder:
     def note(self, step: Step) -> None:
         """Record a step at the host's time, and an event for the current stream's."""
         event = _event(torch.cuda.current_stream())
-        key = (step.pass_name, step.operation.number)
-        if step.action == "ready" and key in self._collectives:
+        if step.action == "ready" and step.operation.is_collective:
             # The first stream to wait for it is past it.
-            self._ends.setdefault(key, event)
+            self._ends.setdefault((step.pass_name, step.operation.number), event)
         self._noted.append((step, now_us(), event))
 
     def watch(self, works: Sequence[dist.Work], pass_name: str, operation: int) -> list[dist.Work]:
-        """Register a collective."""
-        self._collectives.add((pass_name, operation))
+        """Return the works: an event notes the first wait for them."""
         return list(works)
 
     def take(self) -> PassRecord:
@@ -123,7 +120,7 @@ class DeviceRecorder:
             ],
             ends_us={key: self._us(event) for key, event in self._ends.items()},
         )
-        self._noted, self._collectives, self._ends = [], set(), {}
+        self._noted, self._ends = [], {}
         return taken
 
     def _us(self, event: torch.cuda.Event) -> float:

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from monta_megatron.chains.program import BoundProgram, Operation, Policy
-from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.chains.program import Operation, Policy
 
 if TYPE_CHECKING:
+    from monta_megatron.exchange.executor import Execution
     from monta_megatron.exchange.time_limit import TimeLimit
 
 # Streams of a torch pool: one pool per device and priority (c10/cuda/CUDAStream.cpp).
@@ -81,11 +81,7 @@ class Streams:
         return wait
 
     def watch(
-        self,
-        bound: BoundProgram,
-        groups: Mapping[str, PeerGroup],
-        operation: Operation,
-        works: list[torch.distributed.Work],
+        self, execution: "Execution", operation: Operation, works: list[torch.distributed.Work]
     ) -> None:
         """Watch the time limit of a collective for which the host does not wait."""
 
@@ -142,13 +138,9 @@ class CudaStreams(Streams):
         return wait
 
     def watch(
-        self,
-        bound: BoundProgram,
-        groups: Mapping[str, PeerGroup],
-        operation: Operation,
-        works: list[torch.distributed.Work],
+        self, execution: "Execution", operation: Operation, works: list[torch.distributed.Work]
     ) -> None:
-        device_time_limit().add(bound, groups, operation, works)
+        device_time_limit().add(execution, operation, works)
 
     def keep(self, memory: torch.Tensor) -> None:
         memory.record_stream(self._caller)

@@ -6,7 +6,6 @@ Both sources work in three steps: `collect` on the device (CUDA graphs may captu
 Notation: T = tokens of this rank, E = experts, K = integers that this rank needs.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,7 +48,7 @@ class CountsFromRanks:
         """
         messages, sent = self.count_messages.count(routing_map_TE, tag, received_rows)
         received = torch.empty_like(messages)
-        with self._named():
+        with naming_failure(self._name, self.group):
             dist.all_to_all_single(received, messages, group=self.group)
         return self.count_messages.join(received, sent), len(routing_map_TE) * self.topk
 
@@ -63,16 +62,13 @@ class CountsFromRanks:
     def read(self) -> MicroBatchCounts:
         """Wait for the copy, and read the counts."""
         assert self._copy is not None and self._copied is not None, "not on its way to the host"
-        with self._named():
+        with naming_failure(self._name, self.group):
             self._copied.synchronize()
         return self.count_messages.read(self._copy.numpy())
 
     @cached_property
     def _name(self) -> str:
         return f"exchange of counts: chain {self.chain_name}"
-
-    def _named(self) -> AbstractContextManager[None]:
-        return naming_failure(self._name, self.group)
 
 
 @dataclass(kw_only=True)

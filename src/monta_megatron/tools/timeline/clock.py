@@ -14,10 +14,10 @@ NUM_BARRIERS = 31
 
 
 class Clock:
-    """Offset of this rank's clock from the first rank's; created collectively by a group.
+    """Offset of this rank's clock from the first rank's; created by all ranks of the launch.
 
     On several hosts, ranks read their clocks right after barriers, which they leave at nearly the
-    same time: the median of the differences is the offset.
+    same time: the median of the differences is the offset. Barriers are on the host, by Gloo.
 
     Attributes:
         name: how the offset was determined.
@@ -25,35 +25,20 @@ class Clock:
         error_us: half the interquartile range of the differences; the largest of any rank.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
-    ) -> None:
-        """Compare the clocks.
-
-        Args:
-            group: the ranks; None for all.
-            device: for messages of the group.
-        """
+    def __init__(self) -> None:
         self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
-        if len(set(gather_objects(_host(), group))) == 1:
+        if len(set(gather_objects(_host()))) == 1:
             return
         here_us = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
-        barrier = torch.zeros(1, device=device)
+        barrier = torch.zeros(1)
         for index in range(NUM_BARRIERS):
-            dist.all_reduce(barrier, group=group)
-            # On a device, wait for it.
-            barrier.item()
+            dist.all_reduce(barrier)
             here_us[index] = now_us()
-        first_us = here_us.to(device)
-        dist.broadcast(
-            first_us,
-            group=group,
-            src=0 if group is None else dist.get_process_group_ranks(group)[0],
-        )
-        differences_us = (here_us - first_us.cpu()).numpy()
-        low_us, middle_us, high_us = np.percentile(differences_us, (25, 50, 75))
-        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64, device=device)
-        dist.all_reduce(error_us, op=dist.ReduceOp.MAX, group=group)
+        first_us = here_us.clone()
+        dist.broadcast(first_us, src=0)
+        low_us, middle_us, high_us = np.percentile((here_us - first_us).numpy(), (25, 50, 75))
+        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64)
+        dist.all_reduce(error_us, op=dist.ReduceOp.MAX)
         self.name = f"monotonic clocks compared after {NUM_BARRIERS} barriers"
         self.offset_us, self.error_us = float(middle_us), float(error_us)
 
