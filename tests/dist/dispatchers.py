@@ -387,11 +387,11 @@ def rows_counted_from_the_map() -> Iterator[None]:
 def kernels_in_interpreter() -> Iterator[None]:
     """Run Triton's kernels on the host, see `Pool`."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
-    from monta_megatron.exchange import counts
+    from monta_megatron.exchange import count_messages
     from monta_megatron.integration import first_use
 
     with (
-        mock.patch.object(counts, "is_fused", lambda *_: True),
+        mock.patch.object(count_messages, "is_fused", lambda *_: True),
         mock.patch.object(first_use, "NUM_TOKENS", 16),
     ):
         yield

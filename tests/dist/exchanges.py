@@ -26,7 +26,7 @@ from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.core import Layout
 from monta_megatron.exchange import executor
 from monta_megatron.exchange.collectives import PeerGroup, peer_groups
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
@@ -305,11 +305,11 @@ def make_source(
     num_tokens, num_experts = routing_map.shape
 
     num_blocks = case.num_blocks if chain.rows == "tokens" else 1
-    count_table = CountTable(chains=(chain,), layout=layout, num_blocks=num_blocks)
+    count_messages = CountMessages(chains=(chain,), layout=layout, num_blocks=num_blocks)
     # What the ranks would exchange.
-    counted = [count_table.count(routing_map) for routing_map in data.routing_maps]
+    counted = [count_messages.count(routing_map) for routing_map in data.routing_maps]
     received = torch.stack([messages[rank] for messages, _ in counted])
-    exchanged = count_table.read(count_table.join(received, counted[rank][1]).numpy())
+    exchanged = count_messages.read(count_messages.join(received, counted[rank][1]).numpy())
     counts: Any = exchanged.tokens if chain.rows == "tokens" else exchanged.permuted_tokens
     width = exchanged.max_experts_per_token
     if chain.rows == "permuted tokens":

@@ -27,7 +27,8 @@ from replay import (
 
 from monta_megatron.chains.program import Operation
 from monta_megatron.exchange import executor
-from monta_megatron.exchange.buffers import Buffers, Columns
+from monta_megatron.exchange.buffers import Buffers
+from monta_megatron.exchange.memory import Columns
 
 NUM_CHUNKS = (1, 4)
 WARM_UP, ROUNDS, CALLS = 3, 10, 50

@@ -17,13 +17,13 @@ from test_stream_safety import LAYOUTS, Routing, make_exchange
 from monta_megatron.calibration.tasks import Point
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
-from monta_megatron.exchange import counts
+from monta_megatron.exchange import count_messages
 from monta_megatron.exchange import expert_lists as torch_lists
-from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.kernels import expert_lists
+from monta_megatron.exchange.memory import Columns, MessageFormat
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
 
@@ -103,12 +103,12 @@ def calibrate() -> None:
 
 
 def _compare_counts(chain_name: str, layout_name: str, routing_map: torch.Tensor) -> None:
-    table = CountTable(
+    counted = CountMessages(
         chains=(CHAINS[chain_name],), layout=LAYOUTS[layout_name], num_blocks=layers.NUM_BLOCKS
     )
-    expected, _ = table.count(routing_map, head=5)
-    with mock.patch.object(counts, "is_fused", lambda *_: True):
-        actual, _ = table.count(routing_map, head=5)
+    expected, _ = counted.count(routing_map, tag=5)
+    with mock.patch.object(count_messages, "is_fused", lambda *_: True):
+        actual, _ = counted.count(routing_map, tag=5)
     assert torch.equal(actual, expected), "counts differ"
 
 

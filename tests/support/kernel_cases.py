@@ -11,19 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange import copies as reference
 from monta_megatron.exchange import copies as routing_counts
 from monta_megatron.exchange import expert_lists
-from monta_megatron.exchange.buffers import Columns, MessageFormat
-from monta_megatron.exchange.copies import Copies, Parts
+from monta_megatron.exchange.copies import Copies, PartBounds
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
-from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.memory import Columns, MessageFormat
 from monta_megatron.exchange.sums import sum_ranks, sum_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,7 +53,7 @@ class Case:
 
     num_rows: int
     hidden_size: int
-    parts: ExpertRange
+    parts: Parts
     num_experts: int
     routing: str
     padding: int
@@ -70,7 +69,7 @@ def case_of(seed: int) -> Case:
     draw = random.Random(seed)
     hidden_size = draw.choice(HIDDEN_SIZES)
     most_rows = min(60, max(3, MOST_VALUES // hidden_size // 4))
-    parts = ExpertRange(
+    parts = Parts(
         first=draw.choice((0, 0, 1, 8)),
         size=draw.choice((1, 1, 2, 3, 8)),
         num_parts=draw.choice((1, 2, 3, 4, 8, 17)),
@@ -130,13 +129,13 @@ def _check(case: Case) -> None:
         Copies.empty(case.num_rows, num_copies, parts, ids.device) for _ in range(2)
     )
     most = case.num_rows, num_copies
-    reference.find_copies(ids, Parts.of(parts, *most, ids), expected)
+    reference.find_copies(ids, PartBounds.of(parts, *most, ids), expected)
     find_copies(ids, parts, copies)
     for name in ("row", "by_row", "row_starts", *(("place",) if parts.size == 1 else ())):
         _same(f"find_copies, {name}", getattr(copies, name), getattr(expected, name))
     _check_duplicate(case, before, expected, width)
     if parts.size == 1:
-        _check_to_experts(case, before, expected)
+        _check_duplicate_per_expert(case, before, expected)
     _check_reduce(case, expected, width)
     _check_reduce_ranks(case, width)
     _check_lists(case, routing_map, width)
@@ -157,7 +156,7 @@ def _check_duplicate(case: Case, before: Columns, copies: Copies, width: int) ->
     assert torch.equal(back.view(torch.uint8), message[index].view(torch.uint8)), "whole messages"
 
 
-def _check_to_experts(case: Case, before: Columns, copies: Copies) -> None:
+def _check_duplicate_per_expert(case: Case, before: Columns, copies: Copies) -> None:
     num_copies = len(copies.row)
     num_rows = num_copies + (3 if case.in_place else 0)
     into, _ = _message(case, num_rows, width=None)
@@ -167,11 +166,8 @@ def _check_to_experts(case: Case, before: Columns, copies: Copies) -> None:
     expected.rows[where] = before.rows[copies.row]
     if before.probs is not None and expected.probs is not None:
         expected.probs[where] = before.probs[copies.row, copies.place]
-    if places is None:
-        duplicate(before, copies, into)
-    else:
-        to_experts(before, copies, into, places)
-    _same_columns("to_experts", into, expected)
+    duplicate(before, copies, into, places)
+    _same_columns("duplicate, per expert", into, expected)
 
 
 def _check_reduce(case: Case, copies: Copies, width: int) -> None:

@@ -35,7 +35,7 @@ def rows_of(segments: Segments, chunk: int) -> list[int]:
     """Row numbers of a chunk, run by run."""
     return [
         start + offset
-        for start, length in zip(segments.starts[chunk], segments.lengths[chunk], strict=True)
+        for length, start in zip(*(each[chunk] for each in segments.runs), strict=True)
         for offset in range(length)
     ]
 
@@ -98,7 +98,7 @@ def test_the_last_chunk_is_smaller_and_first_on_the_way_back() -> None:
 
 
 def offsets(bound: BoundChain, transpose: bool, policy: Policy) -> list[int]:
-    shapes = bound.shapes[::-1] if transpose else bound.shapes
+    shapes = bound.shape.stages[:: -1 if transpose else 1]
     return pipeline_offsets(shapes, bound.layout.crossing_groups, policy)
 
 

@@ -31,12 +31,13 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.stages import Permute
 from monta_megatron.exchange import operations as torch_operations
-from monta_megatron.exchange.buffers import Buffers, Columns
+from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.collectives import peer_groups, start_all_gather
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.expert_lists import expert_ids_of
+from monta_megatron.exchange.memory import Columns
 
 HIDDEN = 32
 NUM_BLOCKS = 6
@@ -68,9 +69,9 @@ def make_exchange(
     """A micro-batch's exchange, and its routing map on the host."""
     chain, layout = CHAINS[chain_name], LAYOUTS[ep, etp]
     blocks = num_counted_blocks([chain], NUM_BLOCKS)
-    count_table = CountTable(chains=(chain,), layout=layout, num_blocks=blocks)
-    copied, routed = exchanged_counts(count_table, padded)
-    gathered = count_table.read(copied.numpy())
+    count_messages = CountMessages(chains=(chain,), layout=layout, num_blocks=blocks)
+    copied, routed = exchanged_counts(count_messages, padded)
+    gathered = count_messages.read(copied.numpy())
     counts = gathered.permuted_tokens if chain.rows == "permuted tokens" else gathered.tokens
     assert counts is not None
     exchange = Exchange(

@@ -26,7 +26,7 @@ from monta_megatron.core import Layout
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
 from monta_megatron.exchange.buffers import Buffers
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.streams import CudaStreams, Ready
@@ -79,10 +79,10 @@ def count(
         sent = routing_map.sum(dim=0).view(layout.ep, layout.num_local_experts)
         received = sent[layout.rank // layout.etp].expand(layout.etp, layout.ep, -1)
         return Counts(sent=sent.numpy(), received=received.numpy()), 0
-    count_table = CountTable(chains=(chain,), layout=layout, num_blocks=NUM_BLOCKS)
-    messages, sent = count_table.count(routing_map)
+    count_messages = CountMessages(chains=(chain,), layout=layout, num_blocks=NUM_BLOCKS)
+    messages, sent = count_messages.count(routing_map)
     received = messages[layout.rank].expand_as(messages)
-    exchanged = count_table.read(count_table.join(received, sent).numpy())
+    exchanged = count_messages.read(count_messages.join(received, sent).numpy())
     assert exchanged.tokens is not None
     return exchanged.tokens, exchanged.max_experts_per_token
 

@@ -28,7 +28,8 @@ SHAPE = Shape(
     tokens_per_rank=1,
 )
 # Of two ranks that say the same.
-COUNTS: Any = SimpleNamespace(heads=np.zeros(2, np.int64), max_tokens=64, busiest_over_mean=None)
+ZEROS = np.zeros(2, np.int64)
+COUNTS: Any = SimpleNamespace(tags=ZEROS, max_tokens=64, received_rows=ZEROS)
 TUNE_STEPS = 6
 said: list[str] = []
 

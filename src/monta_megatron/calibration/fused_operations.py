@@ -16,14 +16,13 @@ from monta_megatron.calibration.memory_operations import (
     rows_with_lists,
 )
 from monta_megatron.calibration.tasks import NUM_COPIES, Point
-from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.exchange.buffers import Columns, MessageFormat
+from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.memory import Columns, MessageFormat
 
 
 def _copy(point: Point, device: torch.device) -> Callable[[], object]:
@@ -44,7 +43,7 @@ def _put(point: Point, device: torch.device) -> Callable[[], object]:
 
     def put() -> Columns:
         into = Columns(torch.empty_like(columns.rows), columns.rows.new_empty(point.num_rows))
-        to_experts(columns, in_order, into, copies.row)
+        duplicate(columns, in_order, into, copies.row)
         return into
 
     return put
@@ -61,7 +60,7 @@ def _sum(point: Point, device: torch.device) -> Callable[[], object]:
     num_rows, num_copies = point.num_rows, point.num_rows * NUM_COPIES
     # One expert of every part, so that each row has a copy in every part.
     ids_NW = torch.arange(NUM_COPIES, dtype=torch.int32, device=device).repeat(num_rows, 1)
-    parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
+    parts = Parts(first=0, size=1, num_parts=NUM_COPIES)
     copies, rows_MH = Copies.empty(num_rows, num_copies, parts, device), rows_of(num_copies, device)
     find_copies(ids_NW, parts, copies)
     columns = Columns(rows_MH, torch.ones(num_copies, device=device))

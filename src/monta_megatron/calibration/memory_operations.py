@@ -10,11 +10,11 @@ import torch
 
 from monta_megatron.calibration import tasks
 from monta_megatron.calibration.tasks import NUM_COPIES, NUM_EXPERTS, TOPK, Point
-from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.exchange.buffers import MessageFormat
-from monta_megatron.exchange.copies import Copies, Parts, find_copies, put_rows
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.chains.stages import Parts
+from monta_megatron.exchange.copies import Copies, PartBounds, find_copies, put_rows
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.expert_lists import expert_ids_of
+from monta_megatron.exchange.memory import MessageFormat
 
 # Allocates the buffers of an operation in memory; returns a function that runs it.
 Prepare: TypeAlias = Callable[[Point, torch.device], Callable[[], object]]
@@ -58,9 +58,9 @@ def _sum(point: Point, device: torch.device) -> Callable[[], object]:
     num_rows, num_copies = point.num_rows, point.num_rows * NUM_COPIES
     # One expert of every part, so that each row has a copy in every part.
     ids_NW = torch.arange(NUM_COPIES, device=device).expand(num_rows, -1)
-    parts = ExpertRange(first=0, size=1, num_parts=NUM_COPIES)
+    parts = Parts(first=0, size=1, num_parts=NUM_COPIES)
     copies, rows_MH = Copies.empty(num_rows, num_copies, parts, device), rows_of(num_copies, device)
-    find_copies(ids_NW, Parts.of(parts, num_rows, num_copies, ids_NW), copies)
+    find_copies(ids_NW, PartBounds.of(parts, num_rows, num_copies, ids_NW), copies)
     shares_M = torch.ones(num_copies, device=device)
 
     def add() -> torch.Tensor:
@@ -78,13 +78,17 @@ def _sum(point: Point, device: torch.device) -> Callable[[], object]:
 def _find(point: Point, device: torch.device) -> Callable[[], object]:
     ids_NW, parts, num_copies = drawn_lists(point.num_rows, device)
     copies = Copies.empty(point.num_rows, num_copies, parts, device)
-    return lambda: find_copies(ids_NW, Parts.of(parts, point.num_rows, num_copies, ids_NW), copies)
+    return lambda: find_copies(
+        ids_NW, PartBounds.of(parts, point.num_rows, num_copies, ids_NW), copies
+    )
 
 
-def count(point: Point, device: torch.device, table: CountTable) -> Callable[[], object]:
-    num_experts = table.layout.num_experts
+def count(
+    point: Point, device: torch.device, count_messages: CountMessages
+) -> Callable[[], object]:
+    num_experts = count_messages.layout.num_experts
     map_NE = routing_map(point.num_rows * NUM_EXPERTS // num_experts, num_experts).to(device)
-    return lambda: table.count(map_NE)
+    return lambda: count_messages.count(map_NE)
 
 
 def lists(
@@ -107,11 +111,11 @@ def rows_of(num_rows: int, device: torch.device) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype, device=device)
 
 
-def drawn_lists(num_rows: int, device: torch.device) -> tuple[torch.Tensor, ExpertRange, int]:
+def drawn_lists(num_rows: int, device: torch.device) -> tuple[torch.Tensor, Parts, int]:
     """[N, W] int32 random experts of each row, `TOPK` parts of all experts, number of copies."""
     ids_NW, size = draw_experts(num_rows, NUM_EXPERTS), NUM_EXPERTS // TOPK
     hits_NP = torch.zeros(num_rows, TOPK, dtype=torch.bool).scatter(1, ids_NW // size, True)
-    parts = ExpertRange(first=0, size=size, num_parts=TOPK)
+    parts = Parts(first=0, size=size, num_parts=TOPK)
     return ids_NW.int().to(device), parts, int(hits_NP.sum())
 
 

@@ -26,7 +26,7 @@ from monta_megatron.chains.chain import NUM_BLOCKS
 from monta_megatron.chains.program import Resource
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
@@ -66,15 +66,19 @@ def starts_of(
     # An exchange of all of them, in which every chain can run; all bind the same counts.
     experts = max(NUM_EXPERTS // len(nodes), 1)
     layout = Layout(ep=len(nodes), etp=1, num_local_experts=experts, rank=0, nodes=nodes)
-    table, in_memory = _count_table(layout, "auto" if fused else "torch"), IN_MEMORY
+    count_messages, in_memory = _count_messages(layout, "auto" if fused else "torch"), IN_MEMORY
     if fused:
         from monta_megatron.calibration.fused_operations import IN_MEMORY as in_memory
-    prepared: dict[str, Prepare] = {**in_memory, "count": partial(count, table=table), **more}
+    prepared: dict[str, Prepare] = {
+        **in_memory,
+        "count": partial(count, count_messages=count_messages),
+        **more,
+    }
 
     @cache
     def start_of(task: Task) -> Starter:
         if task == tasks.COUNTS:
-            return _bind_counts(table, device)
+            return _bind_counts(count_messages, device)
         if not isinstance(task, Point):
             num_chunks = tasks.NUM_PASS_CHUNKS if task == tasks.PASSES_IN_CHUNKS else 1
             return _passes(device, num_chunks, fused)
@@ -112,15 +116,15 @@ def _collective(point: Point, group: PeerGroup, device: torch.device) -> Starter
     return start
 
 
-def _bind_counts(table: CountTable, device: torch.device) -> Starter:
+def _bind_counts(count_messages: CountMessages, device: torch.device) -> Starter:
     """The host's work on exchanged counts: read and bind. To count and to exchange are points."""
-    layout = table.layout
-    messages, sent = table.count(routing_map(NUM_TOKENS, layout.num_experts).to(device))
+    layout = count_messages.layout
+    messages, sent = count_messages.count(routing_map(NUM_TOKENS, layout.num_experts).to(device))
     # All ranks are taken to send this one what it sends itself.
     received = messages[layout.rank].expand_as(messages)
 
     def start() -> Callable[[], object]:
-        counts = table.read(table.join(received, sent).cpu().numpy())
+        counts = count_messages.read(count_messages.join(received, sent).cpu().numpy())
         assert counts.tokens is not None, "chains of tokens are among them"
         bound = CHAINS["alltoall_dedup"].bind(layout, counts.tokens, 1)
         return lambda: bound
@@ -128,9 +132,9 @@ def _bind_counts(table: CountTable, device: torch.device) -> Starter:
     return start
 
 
-def _count_table(layout: Layout, kernels: str) -> CountTable:
+def _count_messages(layout: Layout, kernels: str) -> CountMessages:
     chains = tuple(chain for chain in CHAINS.values() if chain.incompatibility(layout) is None)
-    return CountTable(chains=chains, layout=layout, num_blocks=NUM_BLOCKS, kernels=kernels)
+    return CountMessages(chains=chains, layout=layout, num_blocks=NUM_BLOCKS, kernels=kernels)
 
 
 def _passes(device: torch.device, num_chunks: int, fused: bool) -> Starter:

@@ -34,6 +34,8 @@ Resource: TypeAlias = Literal["inter", "intra", "memory"]
 LINKS: tuple[Resource, ...] = ("inter", "intra")
 Kind: TypeAlias = Literal[
     "pack",
+    # One function finds all copies. They are two kinds because their prices differ: copies for
+    # nodes or ranks, and copies for experts, which also have a place in their token's list.
     "find_lists",
     "find_copies",
     "duplicate",
@@ -64,16 +66,15 @@ COLLECTIVES: tuple[Literal["alltoall", "allgather"], ...] = ("alltoall", "allgat
 class Release(Enum):
     """When the memory of a buffer is released."""
 
-    WINDOW = "window"
-    """To a later chunk: its slot of the ring buffer is overwritten once it has been read."""
     JOIN = "join"
-    """At the end of the pass, when the caller's stream waits for the side streams."""
+    """At the end of the pass, when the caller's stream waits for the side streams. Until then
+    buffers of later chunks may use its slot."""
     LAST_READ = "last read"
     """When the last operation that reads it has ended; scratch memory with its own operation."""
     CALLER = "caller"
     """Never by the pass: its input and its output belong to the caller."""
-    EXCHANGE = "exchange"
-    """With the micro-batch: lists of copies, which later passes read again."""
+    MICRO_BATCH = "micro-batch"
+    """With the `Exchange` of the micro-batch: lists of copies, which later passes read again."""
 
 
 class Pass(NamedTuple):
@@ -157,16 +158,6 @@ class Buffer(NamedTuple):
     last_read: int
     series: int
 
-    def message_bytes(self, max_experts_per_token: int) -> tuple[int, ...]:
-        """Bytes of a row in each of its messages."""
-        sizes = [
-            (max_experts_per_token if width is None else width, value_bytes)
-            for _, width, value_bytes in self.columns
-        ]
-        if self.packed:
-            return (offsets_bytes(sizes)[-1],)
-        return tuple(num_values * value_bytes for num_values, value_bytes in sizes)
-
 
 class Operation(NamedTuple):
     """One kernel launch, copy or collective of one chunk.
@@ -176,7 +167,8 @@ class Operation(NamedTuple):
         kind: of the operation.
         stage: name of the chain's stage, or "sum of" it for a "reduce_ranks"; for messages and
             pictures.
-        position: index in the chain of the stage with which it is issued.
+        position: index in the chain of the stage with which it is issued; for a "reduce_ranks" the
+            stage after the one that it belongs to, see `gather`.
         chunk: the chunk of its rows.
         series: index among the operations of one chunk, the same for every chunk.
         reads: numbers of the buffers that it reads.
@@ -184,13 +176,18 @@ class Operation(NamedTuple):
         scratch: numbers of the buffers that stand for memory which torch allocates inside the
             operation and frees after it. Only the memory model uses them.
         resource: the resource that it occupies.
-        group: of a collective, or of the sum over ranks of a "reduce" or "reduce_ranks".
+        group: of a collective.
         stream: side stream on which it is issued, on a device.
-        waits: operations that its stream, or the host, waits for before it.
-        after: operations that end before it starts, on a device.
-        launch_after: operations that end before the host launches it.
+        waits: operations that its stream, or the host, waits for before it: those it needs that no
+            queue keeps in order and no earlier wait covers. Read by: executor; planner, for memory.
+        after: operations that end before it starts: its waits, and the operations before it in its
+            queues. Empty on CPU ranks. Read by: planner, error texts.
+        launch_after: operations that end before the host launches it. Empty on a device. Read by:
+            planner.
         host: the host enqueues it, runs it itself, or starts it, at the cost of a copy, and
             continues.
+        gather: position of the AllGather to whose transpose a "reduce_ranks" belongs, or a "reduce"
+            that writes an unrounded term for it.
         ranks_per_sum: of "reduce_ranks": number of adjacent ranks whose terms are summed first.
         unrounded: buffer of this rank's own term of a sum over ranks, before it is rounded for the
             wire: a "reduce" writes it and its "reduce_ranks" reads it.
@@ -212,6 +209,7 @@ class Operation(NamedTuple):
     after: tuple[int, ...]
     launch_after: tuple[int, ...]
     host: Literal["enqueues", "runs", "starts"]
+    gather: int | None
     ranks_per_sum: int
     unrounded: int | None = None
 
@@ -292,7 +290,13 @@ class BoundProgram(NamedTuple):
 
     def message_bytes(self, buffer: Buffer) -> tuple[int, ...]:
         """Bytes of a row in each of its messages."""
-        return buffer.message_bytes(self.max_experts_per_token)
+        sizes = [
+            (self.max_experts_per_token if width is None else width, value_bytes)
+            for _, width, value_bytes in buffer.columns
+        ]
+        if buffer.packed:
+            return (offsets_bytes(sizes)[-1],)
+        return tuple(num_values * value_bytes for num_values, value_bytes in sizes)
 
     def num_bytes(self, buffer: Buffer) -> float:
         """Bytes of a buffer."""
@@ -306,11 +310,10 @@ class BoundProgram(NamedTuple):
 
     def splits(self, operation: Operation) -> tuple[list[int], list[int]]:
         """Rows that a collective sends to each peer, and rows that it receives from each."""
-        stage, chunk = self.bound.stages[operation.position], operation.chunk
-        send, receive = stage.splits
+        send, receive = self.bound.stages[operation.position].splits
         if self.program.pass_.transpose:
             send, receive = receive, send
-        return send[chunk], receive[chunk]
+        return send[operation.chunk], receive[operation.chunk]
 
 
 def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
@@ -321,15 +324,11 @@ def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
     """
     offsets, end = [], 0
     for num_values, value_bytes in columns:
-        end = round_up(end, value_bytes)
+        # Rounded up to a multiple.
+        end += -end % value_bytes
         offsets.append(end)
         end += num_values * value_bytes
-    return [*offsets, round_up(end, ALIGNMENT_BYTES)]
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of a number that is not below the value."""
-    return -(-value // multiple) * multiple
+    return [*offsets, end + -end % ALIGNMENT_BYTES]
 
 
 class Waits(NamedTuple):
@@ -350,8 +349,8 @@ def waits_of(
 
     Args:
         operations: in the order of issue.
-        needs: for each, its dependencies: the operations that have written its inputs, or that
-            have read the slots it overwrites.
+        needs: for each, the operations that have written its inputs, or that have read the slots it
+            overwrites.
         policy: how the program is executed.
     """
     return (_on_host if policy == "host" else _on_streams)(operations, needs)

@@ -57,7 +57,7 @@ def duplicate(builder: "ChunkBuilder", at: int) -> None:
     reads = [rows]
     if builder.pass_.ids:
         lists = builder.add_buffer(
-            shape.stage.name, builder.boundary(at), columns=(), release=Release.EXCHANGE
+            shape.stage.name, builder.boundary(at), columns=(), release=Release.MICRO_BATCH
         )
         kind: Kind = "find_copies" if _is_per_expert(shape) else "find_lists"
         builder.add_operation(kind, at, [rows], [lists])
@@ -68,14 +68,14 @@ def duplicate(builder: "ChunkBuilder", at: int) -> None:
 
 def reduce(builder: "ChunkBuilder", at: int) -> None:
     """Sum the copies of each row; this rank's term of a sum over ranks stays unrounded."""
-    name, following, group = builder.stages[at].stage.name, builder.stages[at + 1], None
+    name, following = builder.stages[at].stage.name, builder.stages[at + 1]
+    gather = unrounded = None
     before, after = builder.boundary(at), builder.boundary(at + 1)
     writes = [builder.add_message(at)]
     if isinstance(following.stage, AllGather) and following.group_size > 1 and builder.is_rounded:
-        group = following.stage.group
+        gather = builder.position(at + 1)
         column = Column("rows", builder.row.hidden_size, builder.row.sum_bytes)
         unrounded = builder.add_buffer(f"{name}, unrounded", builder.boundary(at + 2), (column,))
-        builder.unrounded = unrounded
         writes.append(unrounded)
     scratch = builder.add_scratch(at, before, 1, after)
     reads_by_index = builder.current == INPUT and builder.stages[0].addressing == "index"
@@ -85,12 +85,12 @@ def reduce(builder: "ChunkBuilder", at: int) -> None:
         scratch.append(builder.add_summed(at, before, builder.row.value_bytes, slot=scratch[-1]))
     reads = [builder.current]
     builder.add_operation(
-        "reduce", at, reads, writes, scratch=scratch, group=group, unrounded=builder.unrounded
+        "reduce", at, reads, writes, scratch=scratch, gather=gather, unrounded=unrounded
     )
 
 
 def all_to_all(builder: "ChunkBuilder", at: int) -> None:
-    """Exchange rows with the group."""
+    """Send rows to the ranks of the group, and receive theirs."""
     builder.add_collective("alltoall", at)
 
 
@@ -100,39 +100,38 @@ def all_gather(builder: "ChunkBuilder", at: int) -> None:
 
 
 def reduce_scatter(builder: "ChunkBuilder", at: int) -> None:
-    """Exchange every rank's term of each row; the next stage that has operations sums them first.
+    """Send every rank its terms of each row, and sum them; this rank's own may be unrounded.
 
-    The sum is issued with that stage, and not with the collective, so that it waits a step later.
+    The sum is issued with the next stage that has operations, and not with the collective, so that
+    it waits a step later.
     """
+    name = f"sum of {builder.stages[at].stage.name}"
+    # Written by the `reduce` of the stage before, if the terms were rounded for the wire.
+    unrounded = builder.operations[-1].unrounded if builder.operations else None
     builder.add_collective("alltoall", at, repeats=builder.stages[at].group_size)
+    terms = builder.buffers[builder.current]
+    reads = [terms.series] if unrounded is None else [terms.series, unrounded]
+    first = ranks_per_sum(builder.etp, terms.repeats)
     reader = next(
         after for after in range(at + 1, len(builder.stages)) if not builder.is_idle(after)
     )
-    reduce_ranks(builder, reader, builder.operations[-1])
-
-
-def reduce_ranks(builder: "ChunkBuilder", at: int, exchange: Operation) -> None:
-    """Sum the terms of each row from all ranks; this rank's own may be unrounded."""
-    name, terms = f"sum of {exchange.stage}", builder.buffers[builder.current]
-    first, unrounded = ranks_per_sum(builder.etp, terms.repeats), builder.unrounded
-    if builder.is_put_at_once(at):
+    if builder.is_put_at_once(reader):
         total = builder.add_output()
     else:
         total = builder.add_buffer(name, terms.boundary, terms.columns, terms.packed)
     num_sums = 1 if first == terms.repeats else 2
-    scratch = builder.add_scratch(at, terms.boundary, terms.repeats, terms.boundary, num_sums)
+    scratch = builder.add_scratch(reader, terms.boundary, terms.repeats, terms.boundary, num_sums)
     builder.add_operation(
         "reduce_ranks",
-        at,
-        [builder.current] if unrounded is None else [builder.current, unrounded],
+        reader,
+        reads,
         [total],
         scratch=scratch,
         stage=name,
-        group=exchange.group,
+        gather=builder.position(at),
         ranks_per_sum=first,
         unrounded=unrounded,
     )
-    builder.unrounded = None
 
 
 # (kind of stage, transposed) -> the function that adds its operations.
@@ -148,25 +147,6 @@ OPERATIONS_OF: Mapping[tuple[type, bool], Callable[["ChunkBuilder", int], None]]
 }
 
 
-def operations_of_chunk(
-    shape: ChainShape, offsets: Sequence[int], pass_: Pass, row: RowFormat, is_fused: bool
-) -> "ChunkBuilder":
-    """Operations and buffers of one chunk, by the table above.
-
-    Args:
-        shape: of the bound chain.
-        offsets: steps by which each stage of the pass trails the first one.
-        pass_: the pass.
-        row: the sizes of a row's values.
-        is_fused: kernels put rows in place, and sum them without memory of their own.
-    """
-    builder = ChunkBuilder(shape, offsets, pass_, row, is_fused)
-    for at, stage in enumerate(builder.stages):
-        if not builder.is_idle(at):
-            OPERATIONS_OF[type(stage.stage), pass_.transpose](builder, at)
-    return builder
-
-
 def ranks_per_sum(etp: int, num_ranks: int) -> int:
     """Number of adjacent ranks whose terms are summed first, before those sums are added.
 
@@ -176,19 +156,24 @@ def ranks_per_sum(etp: int, num_ranks: int) -> int:
 
 
 class ChunkBuilder:
-    """Operations and buffers of one chunk under construction.
+    """Builds the operations and buffers of one chunk, by the table above.
 
-    Operations and buffers have the types of the whole program. Here they refer to each other by
-    series, as there is no number yet; fields that depend on the chunk, or on the waits, are open.
+    They have the types of the whole program. Here they refer to each other by series, as there is
+    no number yet; fields that depend on the chunk, or on the waits, are open.
+
+    Args:
+        shape: of the bound chain.
+        offsets: steps by which each stage of the pass trails the first one.
+        pass_: the pass.
+        row: the sizes of a row's values.
+        is_fused: kernels put rows in place, and sum them without memory of their own.
 
     Attributes:
         stages: shapes of the stages in the order of the pass.
         num_chunks: C of the chain.
-        pass_: the pass.
-        row: the sizes of a row's values.
+        pass_, row, is_fused: as given.
         etp: expert tensor parallel size.
         is_rounded: sums are wider than rows, so they are rounded for the wire.
-        is_fused: see `operations_of_chunk`.
         operations: by series.
         buffers: by series; the input comes first. `chunk` is None where a buffer holds the rows of
             all chunks; `slot` is the series of the buffer whose memory is used.
@@ -220,14 +205,20 @@ class ChunkBuilder:
         self.operations: list[Operation] = []
         self.buffers: list[Buffer] = []
         self.output: int | None = None
-        self.unrounded: int | None = None
         self.current = self._add_whole("input", self.boundary(0))
         assert self.current == INPUT, "the first buffer is the input"
+        for at, stage in enumerate(self.stages):
+            if not self.is_idle(at):
+                OPERATIONS_OF[type(stage.stage), pass_.transpose](self, at)
 
     def is_idle(self, at: int) -> bool:
         """Whether a stage is a collective of one rank."""
         shape = self.stages[at]
         return isinstance(shape.stage, AllToAll | AllGather) and shape.group_size == 1
+
+    def position(self, at: int) -> int:
+        """Position in the chain of a stage of the pass."""
+        return len(self.stages) - 1 - at if self.pass_.transpose else at
 
     def boundary(self, at: int) -> int:
         """Boundary before a stage of the pass: how many stages of the chain lie to its left."""
@@ -350,6 +341,7 @@ class ChunkBuilder:
         stage: str | None = None,
         resource: Resource = "memory",
         group: GroupName | None = None,
+        gather: int | None = None,
         ranks_per_sum: int = 0,
         unrounded: int | None = None,
     ) -> None:
@@ -358,7 +350,7 @@ class ChunkBuilder:
             number=-1,
             kind=kind,
             stage=self.stages[at].stage.name if stage is None else stage,
-            position=len(self.stages) - 1 - at if self.pass_.transpose else at,
+            position=self.position(at),
             chunk=0,
             series=len(self.operations),
             reads=tuple(reads),
@@ -371,6 +363,7 @@ class ChunkBuilder:
             after=(),
             launch_after=(),
             host="enqueues",
+            gather=gather,
             ranks_per_sum=ranks_per_sum,
             unrounded=unrounded,
         )
@@ -391,4 +384,4 @@ class ChunkBuilder:
 
 
 def _is_per_expert(shape: StageShape) -> bool:
-    return isinstance(shape.stage, Duplicate) and shape.stage.part == "expert"
+    return isinstance(shape.stage, Duplicate) and shape.stage.per == "expert"

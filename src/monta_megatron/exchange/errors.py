@@ -28,7 +28,7 @@ class ExchangeError(RuntimeError):
     """A failed exchange; the message names the collective, the last operations and versions."""
 
 
-# Passes of this process in flight; they leave with their last reference.
+# Passes of this process in flight; a pass leaves the set with its last reference.
 UNDER_WAY: "WeakSet[Execution]" = WeakSet()
 
 

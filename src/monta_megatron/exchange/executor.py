@@ -23,8 +23,9 @@ from monta_megatron.chains.program import (
     Policy,
 )
 from monta_megatron.exchange import errors, operations
-from monta_megatron.exchange.buffers import Buffers, Columns
+from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.exchange import Exchange
+from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.streams import Ready, streams_for
 
@@ -95,7 +96,11 @@ class Execution:
         self._streams.fork(self.bound.program.num_streams)
 
     def start(self) -> None:
-        """Fork and issue operations up to the first collective; the caller continues."""
+        """Fork, and issue the operations before the first that trails a collective.
+
+        In one chunk the last of them is its first collective; in several, the second chunk's first
+        collective is issued too. Then the caller continues.
+        """
         self.fork()
         self._issue_all(self.bound.program.operations[: self.bound.program.num_at_start])
         # Runs if the caller fails before `finish`.
@@ -154,9 +159,9 @@ class Execution:
             self._ready[number] = self._streams.ready(works or [])
         if works:
             self.works[number] = works
-            self._streams.watch(self.bound, self.groups, operation, works)
+            self._streams.watch(self, operation, works)
         elif self._is_host:
-            self.buffers.release(operation)
+            self.buffers.memory.release(operation)
 
     def _wait(self, number: int) -> None:
         """Make the current stream, or the host, wait for an operation."""
@@ -170,7 +175,7 @@ class Execution:
         if recorder is not None:
             recorder.note(Step("ready", self.buffers.pass_name, operation))
         if self._is_host:
-            self.buffers.release(operation)
+            self.buffers.memory.release(operation)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange.buffers import Buffers, promoted
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import Parts, copy_rows, find_copies, put_rows
+from monta_megatron.exchange.copies import PartBounds, copy_rows, find_copies, put_rows
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.sums import column_blocks, sum_ranks, sum_rows
 
@@ -46,7 +46,8 @@ def find(buffers: Buffers, operation: Operation) -> None:
     """Derive the copies of rows from their expert ids."""
     columns, _ = buffers.source(operation)
     assert columns.ids is not None, f"{operation.stage} has nothing to find"
-    find_copies(columns.ids, _parts(buffers, operation, columns.ids), buffers.copies(operation))
+    bounds = _part_bounds(buffers, operation, columns.ids)
+    find_copies(columns.ids, bounds, buffers.copies(operation))
 
 
 def duplicate(buffers: Buffers, operation: Operation) -> None:
@@ -94,8 +95,8 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
 
 def first_unrounded(buffers: Buffers, operation: Operation) -> int:
     """First row of a "reduce" that this rank sums next."""
-    gathered = buffers.exchange.bound_chain.stages[operation.position - 1].receive[operation.chunk]
-    return int(gathered[: buffers.group(operation).rank].sum())
+    gather, rank = buffers.gather(operation)
+    return int(gather.receive[operation.chunk][:rank].sum())
 
 
 def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
@@ -111,7 +112,7 @@ def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
             promoted(buffers.exchange.sum_dtype, terms.dtype),
             operation.ranks_per_sum,
             unrounded_NH if terms is columns.rows else None,
-            buffers.group(operation).rank,
+            buffers.gather(operation)[1],
         )
 
 
@@ -138,14 +139,14 @@ OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = {
 }
 
 
-def _parts(buffers: Buffers, operation: Operation, ids_NW: torch.Tensor) -> Parts:
-    """Parts of a stage's copies, cached from its first chunk to its last."""
-    position, bound, held = operation.position, buffers.exchange.bound_chain, buffers.parts
+def _part_bounds(buffers: Buffers, operation: Operation, ids_NW: torch.Tensor) -> PartBounds:
+    """Bounds of the parts that a stage copies for, cached from its first chunk to its last."""
+    position, bound, held = operation.position, buffers.exchange.bound_chain, buffers.part_bounds
     if position not in held:
         parts = bound.stages[position].parts
         assert parts is not None, f"{operation.stage} has nothing to find"
         before, after = bound.rows_at[position : position + 2]
-        held[position] = Parts.of(parts, int(max(before)), int(max(after)), ids_NW)
+        held[position] = PartBounds.of(parts, int(max(before)), int(max(after)), ids_NW)
     return held.pop(position) if operation.chunk == bound.num_chunks - 1 else held[position]
 
 

@@ -39,9 +39,9 @@ from monta_megatron.chains.program import (
     DISPATCH_BACKWARD,
     Pass,
 )
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import Execution
+from monta_megatron.exchange.memory import Columns
 
 # (rows [N, H], rows of each local expert, the rows' probabilities [N]) -> their outputs [N, H].
 # Experts that compute beside the host have a method `wait`: outputs -> outputs, once complete.
@@ -55,7 +55,7 @@ def run_pipeline(
     ids_TW: torch.Tensor,
     experts: Experts,
 ) -> torch.Tensor:
-    """Exchange and compute all chunks; differentiable.
+    """Dispatch, compute and combine all chunks; differentiable.
 
     Args:
         chunks: their exchanges, each bound with one chunk, in the order of their tokens.

@@ -38,6 +38,8 @@ def sum_rows(rows_RH: torch.Tensor, order_M: torch.Tensor, starts_N1: torch.Tens
     width = rows_RH.shape[1]
     if order_M.shape[0] == 0:
         return rows_RH.new_zeros(starts_N1.shape[0] - 1, width)
+    # It adds the terms of a bag one after the other, in the order given, which torch does not
+    # promise: tests/unit/test_sums.py compares the bits with a loop.
     sums_NH = torch.nn.functional.embedding_bag(
         order_M, _whole_rows(rows_RH), starts_N1, mode="sum", include_last_offset=True
     )

@@ -5,12 +5,12 @@ Step n begins as the optimizer's step that ends step n - 1 is entered. Its itera
 its first training counts (of a micro-batch whose layer is in training mode) to the entry of the
 optimizer's step that ends it; evaluation, checkpoints and data loading lie outside.
 
-Every exchange of counts carries a head of 63 bits from each rank:
+Every count exchange carries a tag of 63 bits from each rank:
 
     32 bits    hash of choice and options; within a tuning window also of the step number
     31 bits    the rank's time of an iteration in units of 10 us; 0: none
 
-The heads of step n carry the times of step n - 2. Apart from the heads, ranks exchange something at
+The tags of step n carry the times of step n - 2. Apart from the tags, ranks exchange something at
 construction only. So an exchange that has no micro-batch, or only evaluates, blocks no other one.
 """
 
@@ -25,7 +25,7 @@ from monta_megatron.common.first_rank import print_once
 from monta_megatron.common.rules import hash_of
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.core import Choice
-from monta_megatron.exchange.counts import ExchangeCounts
+from monta_megatron.exchange.count_messages import MicroBatchCounts, busiest_over_mean
 from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
 from monta_megatron.integration.ranks import agree
@@ -48,34 +48,34 @@ class Chooser:
     Attributes:
         step_choice: the choice of all micro-batches of this step. None: each micro-batch has the
             planner's pick for its own counts, so its choice is unknown until they are here.
-        head: 63 bits that this rank sends with its counts.
+        tag: 63 bits that this rank sends with its counts.
     """
 
     def __init__(
         self, choice: Choice | None, agreed_config: dict[str, Any], group: dist.ProcessGroup
     ) -> None:
         self.step_choice, self.agreed_config, self.group = choice, agreed_config, group
-        self._set_head(agreed_config)
+        self._set_tag(agreed_config)
 
-    def choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
-        """Compare the heads of all ranks, and return the choice of the micro-batch of the counts.
+    def choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
+        """Compare the tags of all ranks, and return the choice of the micro-batch of the counts.
 
         Raises:
             ValueError: the ranks differ; the message names the first that does, and the field.
         """
-        self._check_heads(counts)
+        self._check_tags(counts)
         assert self.step_choice is not None, "given"
         return self.step_choice
 
-    def _check_heads(self, counts: ExchangeCounts) -> None:
-        if len(set((counts.heads >> TIME_BITS).tolist())) > 1:
+    def _check_tags(self, counts: MicroBatchCounts) -> None:
+        if len(set((counts.tags >> TIME_BITS).tolist())) > 1:
             # All ranks see it. They agreed at construction, so the step or the choice differs.
             agree(self._hashed, self.group)
 
-    def _set_head(self, agreed: dict[str, Any], ticks: int = 0) -> None:
-        """Set the head: a hash of the values that all ranks have to share, and this rank's time."""
+    def _set_tag(self, agreed: dict[str, Any], ticks: int = 0) -> None:
+        """Set the tag: a hash of the values that all ranks have to share, and this rank's time."""
         self._hashed = agreed
-        self.head = (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
+        self.tag = (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
 
 
 class AutoChooser(Chooser):
@@ -86,10 +86,10 @@ class AutoChooser(Chooser):
 
         as step n begins, the entry of an optimizer's step     `enter_step`
             the tuner chooses for step n
-            the head of step n: its choice, and this rank's time of step n - 2
+            the tag of step n: its choice, and this rank's time of step n - 2
         at the first training counts of step n                 `choose`
             the clock starts
-            all ranks' times of step n - 2 arrive with the heads
+            all ranks' times of step n - 2 arrive with the tags
 
     As step n begins, the device has finished step n - 2, since the host has waited for the counts
     of step n - 1. So reading the time waits for nothing.
@@ -127,18 +127,18 @@ class AutoChooser(Chooser):
         self._segments.pop(self.tuner.timed_step, None)
         self.tuner.next_step(self._others_tune)
         self._report_result()
-        self._set_step_head()
+        self._set_step_tag()
 
-    def choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
+    def choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
         """See `Chooser`."""
-        self._check_heads(counts)
+        self._check_tags(counts)
         if is_training and not self.by_counts:
             self._clock.start(device)
             if self.tuner.workload(self.tuner.step) is None:
                 self._receive_times(counts)
                 if self.tuner.window is None and not self._others_tune:
                     self.tuner.open_window(counts.max_tokens)
-                    self._set_step_head()
+                    self._set_step_tag()
             self.tuner.add_exchange(counts.max_tokens)
         return self.step_choice or self.tuner.pick(counts.max_tokens)
 
@@ -154,22 +154,22 @@ class AutoChooser(Chooser):
         ended = self._steps_ended[optimizer] = self._steps_ended.get(optimizer, others_ended) + 1
         return ended > self.tuner.step
 
-    def _receive_times(self, counts: ExchangeCounts) -> None:
+    def _receive_times(self, counts: MicroBatchCounts) -> None:
         """Add the longest time of any rank in step n - 2; lost if a rank has none."""
-        self._busiest = counts.busiest_over_mean or self._busiest
-        ticks = counts.heads & MOST_TICKS
+        self._busiest = busiest_over_mean(counts.received_rows) or self._busiest
+        ticks = counts.tags & MOST_TICKS
         if ticks.all():
             self.tuner.add_time(int(ticks.max()) * TICK_US)
 
-    def _set_step_head(self) -> None:
-        """Set the choice of this step, and its head."""
+    def _set_step_tag(self) -> None:
+        """Set the choice of this step, and its tag."""
         self.step_choice = self.tuner.choice
         if self.step_choice is not None:
             us = us_of(self._segments.get(self.tuner.timed_step, [])) or 0
             # Outside of a window, ranks may differ in their steps.
             number = {"step": self.tuner.step if self.tuner.is_open else None}
             agreed = number | self.agreed_config | {"choice": self.step_choice.name}
-            self._set_head(agreed, min(round(us / TICK_US), MOST_TICKS))
+            self._set_tag(agreed, min(round(us / TICK_US), MOST_TICKS))
 
     def _report_result(self) -> None:
         """Report a window's result; each exchange has its own, which its first rank reports."""

@@ -36,12 +36,12 @@ from monta_megatron.chains import CHAINS, ChainCounts
 from monta_megatron.chains.chain import Rows
 from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.core import Choice
-from monta_megatron.exchange.counts import ExchangeCounts
+from monta_megatron.exchange.count_messages import MicroBatchCounts
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import Experts, run_pipeline
-from monta_megatron.integration.counts import demands_order, padded, replaces_preprocess
+from monta_megatron.integration.count_sources import demands_order, padded, replaces_preprocess
 from monta_megatron.integration.layer_setup import set_up_layer
 from monta_megatron.integration.supported_settings import check_supported
 
@@ -93,7 +93,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         moe_layer: weak reference to the MoE layer of this dispatcher; None before it has one.
         micro_batch: the current one, or the last.
         received_rows: by rank, in the exchange before the last; it came with the last counts.
-        exchange_counts: [K]; CUDA graphs replay it by name. None if capacity fixes the counts.
+        joined_counts: [K]; CUDA graphs replay it by name. None if capacity fixes the counts.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.moe_layer: weakref.ref[torch.nn.Module] | None = None
         self.micro_batch = MicroBatch(choice=self.chooser.step_choice)
         self.received_rows = np.zeros(len(self.setup.layout.nodes), dtype=np.int64)
-        self.exchange_counts: torch.Tensor | None = None
+        self.joined_counts: torch.Tensor | None = None
         self._counts = self.setup.counts
         # Choices whose first use has been checked.
         self._checked: set[Choice] = set()
@@ -134,7 +134,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         # CUDA graphs read every attribute in cudagraph_attrs, set by our phases or not.
         self.tokens_per_expert = self.num_global_tokens_per_local_expert = None
         self.num_out_tokens = self.reversed_local_input_permutation_mapping = None
-        self.cudagraph_attrs.append("exchange_counts")
+        self.cudagraph_attrs.append("joined_counts")
 
     @property
     def choice(self) -> Choice | None:
@@ -150,7 +150,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Start the exchange of counts, and permute if the chain's rows are permuted tokens.
+        """Start the count exchange, and permute if the chain's rows are permuted tokens.
 
         [S/TP, B, H] or [T, H], [T, E] bool, [T, E] -> [N, H], [N] in expert order; or [T, H],
         [T, E].
@@ -170,7 +170,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return self._enter(hidden_states.view(-1, self.hidden_shape[-1]), probs_TE)
 
     def preprocess(self, routing_map: torch.Tensor) -> None:
-        """Start the exchange of counts of a map [T, E], and set where the host waits for them.
+        """Start the count exchange of a map [T, E], and set where the host waits for them.
 
             chain's rows     routing map          host waits      rows to permute
             not yet chosen   any                  before permute  as below, once chosen
@@ -184,8 +184,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         rows, or E * capacity, before there is a choice.
         """
         batch, captures = self.micro_batch, self.setup.captures
-        self.exchange_counts, batch.num_permuted = self._counts.exchange(
-            routing_map, self.chooser.head, 0 if captures else self._num_received
+        self.joined_counts, batch.num_permuted = self._counts.collect(
+            routing_map, self.chooser.tag, 0 if captures else self._num_received
         )
         has_size = batch.rows == "tokens" or batch.has_topk or self.drop_and_pad
         waits = not captures and (batch.choice is None or not has_size)
@@ -358,11 +358,11 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _maybe_dtoh_and_synchronize(self, point: str) -> None:
         """Copy the counts at `cuda_dtoh_point`; wait and bind the chain at `cuda_sync_point`."""
         if point == self.cuda_dtoh_point:
-            self._counts.copy_to_host(self.exchange_counts, self.cuda_dtoh_stream)
+            self._counts.copy_to_host(self.joined_counts, self.cuda_dtoh_stream)
         if point == self.cuda_sync_point:
             self._bind(self._counts.read())
 
-    def _bind(self, counts: ExchangeCounts) -> None:
+    def _bind(self, counts: MicroBatchCounts) -> None:
         """Set choice and exchanges of the micro-batch; checks a choice before its first use."""
         batch, layer = self.micro_batch, None if self.moe_layer is None else self.moe_layer()
         is_training = torch.is_grad_enabled() if layer is None else layer.training
@@ -407,7 +407,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
             FirstUse(
                 choice=choice,
-                count_table=setup.counts.count_table,
+                count_messages=setup.counts.count_messages,
                 group=self.tp_ep_group,
                 groups=self.groups,
                 hidden_size=self.hidden_shape[-1],

@@ -43,14 +43,14 @@ import torch.distributed as dist
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.core import Choice, Layout
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.errors import ExchangeError
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
+from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.integration.counts import CountExchange
+from monta_megatron.integration.count_sources import CountsFromRanks
 
 # Most tokens of a rank; rank r has r % 8 fewer, so that neighbours' numbers of tokens differ.
 NUM_TOKENS = 256
@@ -79,7 +79,7 @@ class FirstUse:
 
     Attributes:
         choice: the same on all ranks of the exchange.
-        count_table: of the training; has this rank's position in the exchange.
+        count_messages: of the training; has this rank's position in the exchange.
         group: the ranks of the exchange.
         groups: process groups by the group names of the chain.
         hidden_size, dtype: of the rows.
@@ -90,7 +90,7 @@ class FirstUse:
     """
 
     choice: Choice
-    count_table: CountTable
+    count_messages: CountMessages
     group: dist.ProcessGroup
     groups: Mapping[str, PeerGroup]
     hidden_size: int
@@ -108,7 +108,8 @@ class FirstUse:
         """
         passed = _passed.setdefault(self.group, set())
         rows = self.hidden_size, self.dtype, self.prob_dtype, self.topk
-        key = self.count_table.layout, self.choice.chain, self.choice.num_chunks, *rows, self.fused
+        layout = self.count_messages.layout
+        key = layout, self.choice.chain, self.choice.num_chunks, *rows, self.fused
         if key in passed:
             return
         try:
@@ -145,35 +146,37 @@ class FirstUse:
 
     def _differences(self) -> Iterator[str]:
         """The first difference in the counts, then the first in the four passes; "" if none."""
-        layout = self.count_table.layout
+        layout = self.count_messages.layout
         pairs = route(layout, min(self.topk, layout.num_experts, MOST_TERMS // layout.etp))
         # [N, X, 4] in the order of the source rows: by token, or permuted by (expert, token).
         sent, received = pairs[pairs[:, 0, SOURCE] == layout.rank], received_pairs(pairs, layout)
         if CHAINS[self.choice.chain].rows == "permuted tokens":
             sent = sent.flatten(0, 1)[sent[..., EXPERT].flatten().argsort(stable=True), None]
-        exchange, counts_SL = self._exchange(sent)
+        exchange, counts_SL = self._bind(sent)
         expected_SL, local = torch.zeros_like(counts_SL), received[:, EXPERT] - layout.first_expert
         expected_SL.index_put_((received[:, SOURCE], local), torch.tensor(1), accumulate=True)
         yield _difference("counts by source rank and local expert", counts_SL, expected_SL)
         differences = [_difference(*each) for each in self._passes(exchange, sent, received)]
         yield next((line for line in differences if line), "")
 
-    def _exchange(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
+    def _bind(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
         """Exchange the counts and bind the chain; returns the exchange and the counts [S, L]."""
-        chain, table = CHAINS[self.choice.chain], self.count_table
-        routing_map_TE = torch.zeros(int(sent[..., TOKEN].max()) + 1, table.layout.num_experts)
-        routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = 1
-        source = CountExchange(
-            count_table=table, topk=self.topk, group=self.group, chain_name=chain.name
+        chain, count_messages = CHAINS[self.choice.chain], self.count_messages
+        routing_map_TE = torch.zeros(
+            int(sent[..., TOKEN].max()) + 1, count_messages.layout.num_experts
         )
-        counts_K, _ = source.exchange(routing_map_TE.bool().to(self.device))
-        counts = table.read(counts_K.cpu().numpy())
+        routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = 1
+        source = CountsFromRanks(
+            count_messages=count_messages, topk=self.topk, group=self.group, chain_name=chain.name
+        )
+        counts_K, _ = source.collect(routing_map_TE.bool().to(self.device))
+        counts = count_messages.read(counts_K.cpu().numpy())
         permuted, is_token = counts.permuted_tokens, chain.rows == "tokens"
         row_counts = counts.tokens if is_token else permuted
         assert row_counts is not None, "counted for chains of tokens"
         least = torch.float32 if is_token else self.prob_dtype
         exchange = Exchange(
-            bound_chain=chain.bind(table.layout, row_counts, self.choice.num_chunks),
+            bound_chain=chain.bind(count_messages.layout, row_counts, self.choice.num_chunks),
             groups=self.groups,
             sum_dtype=torch.promote_types(least, torch.float32),
             monitor=Monitor(),
@@ -206,7 +209,7 @@ class FirstUse:
 
         The bits of 3 - row all differ from the row's, so no pass can pass by stale memory.
         """
-        layout, chain = self.count_table.layout, exchange.bound_chain.chain
+        layout, chain = self.count_messages.layout, exchange.bound_chain.chain
         is_token = chain.rows == "tokens"
         terms, etp_rank = torch.tensor(TERMS), layout.rank % layout.etp
         sum_dtype = torch.promote_types(exchange.sum_dtype, self.dtype)

@@ -17,11 +17,11 @@ from monta_megatron.common.nodes import check_named_alike, is_named, node_here
 from monta_megatron.common.torch_private import is_usable
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
 from monta_megatron.integration.auto import AutoChooser, Chooser, share_chooser, shared_chooser
-from monta_megatron.integration.counts import CapacityCounts, CountExchange
+from monta_megatron.integration.count_sources import CountsFromCapacity, CountsFromRanks
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import agreed_config, planner_for
 from monta_megatron.integration.ranks import (
@@ -68,19 +68,19 @@ class LayerSetup:
         return expert_ids_of
 
     @cached_property
-    def counts(self) -> CountExchange | CapacityCounts:
+    def counts(self) -> CountsFromRanks | CountsFromCapacity:
         """Source of the counts: the capacity if it fixes them, else an exchange."""
         planner, config = self.planner, self.config
-        table = CountTable(
+        table = CountMessages(
             chains=planner.chains,
             layout=self.layout,
             num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
             kernels=self.options.kernels,
         )
         if config.moe_pad_expert_input_to_capacity:
-            return CapacityCounts(count_table=table, config=config)
-        return CountExchange(
-            count_table=table,
+            return CountsFromCapacity(count_messages=table, config=config)
+        return CountsFromRanks(
+            count_messages=table,
             topk=config.moe_router_topk,
             group=self.groups["tp_ep"],
             chain_name=self.options.chain,

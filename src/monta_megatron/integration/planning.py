@@ -86,7 +86,7 @@ def planner_for(
 def incompatibility(chain: Chain, config: "TransformerConfig", layout: Layout) -> str | None:
     """Why a chain cannot run with a configuration, or None."""
     # Not at the top: it imports Megatron, and Megatron's import imports this file.
-    from monta_megatron.integration.counts import demands_order
+    from monta_megatron.integration.count_sources import demands_order
 
     if chain.rows == "tokens" and getattr(config, "moe_pad_expert_input_to_capacity", False):
         return (

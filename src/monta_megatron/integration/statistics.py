@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from monta_megatron.core import Choice
-from monta_megatron.exchange.counts import busiest_over_mean
+from monta_megatron.exchange.count_messages import busiest_over_mean
 from monta_megatron.integration.ranks import layers
 
 

@@ -35,7 +35,7 @@ from monta_megatron.chains.program import (
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.core import GroupName, Layout
 
-# Work before and after a program; the exchange of counts is a kind.
+# Work before and after a program; the count exchange is a kind.
 Around: TypeAlias = Literal["count", "lists", "permute", "unpermute"]
 
 
@@ -243,7 +243,7 @@ def _moves(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> Sta
     first = series[0]
     # Writing to places all over a tensor is slower than reading from them.
     position = {"put": first.position, "to_experts": first.position + 1}.get(first.kind)
-    is_put = position is not None and programs[0].bound.shapes[position].addressing == "index"
+    is_put = position is not None and programs[0].bound.shape.stages[position].addressing == "index"
     written = _bytes_of(programs, series, first.writes[0])
     return _in_memory(first.stage, "put" if is_put else "copy", 2 * written)
 
@@ -267,7 +267,7 @@ def _finds(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> Sta
     return _in_memory(first.stage, operation, num_bytes)
 
 
-def _exchanges(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
+def _collectives(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
     first = series[0]
     assert first.group is not None, f"{first.kind}: no collective"
     chunks = [operation.chunk for operation in series]
@@ -295,8 +295,8 @@ TRAFFIC: Mapping[Kind, Callable[[Sequence[BoundProgram], Sequence[Operation]], S
     "duplicate": _moves,
     "to_experts": _moves,
     "reduce": _sums,
-    "alltoall": _exchanges,
-    "allgather": _exchanges,
+    "alltoall": _collectives,
+    "allgather": _collectives,
     "reduce_ranks": _sums,
     "put": _moves,
 }
@@ -399,7 +399,7 @@ def _around(
     if pass_.ids and num_ranks > 1:
         resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
         messages = np.full((1, num_ranks), COUNT_BYTES * num_exchanged_counts)
-        exchange = StageTraffic(
+        count_exchange = StageTraffic(
             stage=COUNT_EXCHANGE,
             operation="alltoall",
             resource=resource,
@@ -409,7 +409,7 @@ def _around(
                 resource,
             ),
         )
-        before.append(exchange)
+        before.append(count_exchange)
     if pass_.ids and not permutes:
         before.append(_in_memory("expert ids", "lists", listed))
     hidden_bytes = row.hidden_size * row.value_bytes

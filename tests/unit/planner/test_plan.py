@@ -485,7 +485,7 @@ def test_messages_of_cpu_ranks_start_together_only_between_nodes(
 
 
 def test_auto_prices_the_counts_of_every_chain() -> None:
-    """By hand, EP 16 over 2 nodes, 64 experts; to each rank a head of 5 and its 4 experts.
+    """By hand, EP 16 over 2 nodes, 64 experts; to each rank a header of 5 and its 4 experts.
 
     With the hierarchy its node and the 8 ranks there too, for each of 8 blocks.
     """

@@ -14,7 +14,6 @@ Notation: N = rows, P = ranks of the group, H = hidden size, W = most experts of
 import torch
 import triton.language as tl
 
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.kernels.tiles import (
     LIST,
     Launch,
@@ -25,6 +24,7 @@ from monta_megatron.exchange.kernels.tiles import (
     sum_type,
     values_per_unit,
 )
+from monta_megatron.exchange.memory import Columns
 
 # Units of a tile: one per thread, which keeps two sums of it.
 UNITS = 128

@@ -124,13 +124,6 @@ def tile_for(units: int, tiles: tuple[Tile, ...]) -> Tile:
     return next((tile for tile in tiles if units <= tile.units), tiles[-1])
 
 
-def copy_tile(rows: torch.Tensor, into: torch.Tensor) -> tuple[int, int, Tile]:
-    """Values of a unit, units of a row, and the tile to copy rows with; both [any number, H]."""
-    unit = values_per_unit(rows, into)
-    num_units = rows.shape[1] // unit
-    return unit, num_units, tile_for(num_units, COPIED)
-
-
 def sum_type(dtype: torch.dtype) -> Any:
     """Type of sums: fp32, or fp64 for fp64 values."""
     return tl.float64 if dtype == torch.float64 else tl.float32
@@ -139,26 +132,6 @@ def sum_type(dtype: torch.dtype) -> Any:
 def stride_of(tensor: torch.Tensor | None) -> int:
     """Values from one row to the next; 0 without rows."""
     return 0 if tensor is None else tensor.stride(0)
-
-
-@triton.jit
-def move_rows(
-    rows: tl.tensor,
-    stride: tl.int32,
-    source: tl.tensor,
-    into: tl.tensor,
-    into_stride: tl.int32,
-    target: tl.tensor,
-    present: tl.tensor,
-    num_units: tl.int32,
-    UNIT: tl.constexpr,
-    UNITS: tl.constexpr,
-) -> None:
-    """into[target] = rows[source] for a tile of rows: one block of units, `program_id(1)`."""
-    value = tl.program_id(1) * UNITS * UNIT + tl.arange(0, UNITS * UNIT)[None, :]
-    mask = present[:, None] & (value < num_units * UNIT)
-    values = tl.load(rows + source[:, None] * (stride * UNIT) + value, mask)
-    tl.store(into + target[:, None] * (into_stride * UNIT) + value, values, mask)
 
 
 @triton.jit

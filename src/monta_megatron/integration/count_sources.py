@@ -1,12 +1,11 @@
-"""Counts of a micro-batch: exchanged, or known because experts are always filled to capacity.
+"""Counts of a micro-batch: received from all ranks, or known where experts get a fixed capacity.
 
-Both sources work in three steps: `exchange` on the device (CUDA graphs may capture it),
+Both sources work in three steps: `collect` on the device (CUDA graphs may capture it),
 `copy_to_host` where Megatron copies its own metadata, and `read` where the host needs the counts.
 
 Notation: T = tokens of this rank, E = experts, K = integers that this rank needs.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,72 +18,69 @@ from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_ten
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains import Counts
-from monta_megatron.exchange.counts import CountTable, ExchangeCounts
+from monta_megatron.exchange.count_messages import CountMessages, MicroBatchCounts
 from monta_megatron.exchange.errors import naming_failure
 
 
 @dataclass(kw_only=True)
-class CountExchange:
-    """Exchanges the counts of all ranks of the group, from which all splits follow."""
+class CountsFromRanks:
+    """Counts received from all ranks of the group, from which all splits follow."""
 
-    count_table: CountTable
+    count_messages: CountMessages
     topk: int
     group: dist.ProcessGroup
     chain_name: str
     _copy: torch.Tensor | None = None
     _copied: torch.cuda.Event | None = None
 
-    def exchange(
-        self, routing_map_TE: torch.Tensor, head: int = 0, received_rows: int = 0
+    def collect(
+        self, routing_map_TE: torch.Tensor, tag: int = 0, received_rows: int = 0
     ) -> tuple[torch.Tensor, int]:
-        """Exchange counts, with no sync.
+        """Send the counts to all ranks and receive theirs, with no sync.
 
         Args:
             routing_map_TE: [T, E] bool.
-            head, received_rows: see `CountTable.count`.
+            tag, received_rows: see `CountMessages.count`.
 
         Returns:
             The counts [K] int32 on the map's device, and the number of permuted tokens in a map
             with top-k experts of each token.
         """
-        messages, sent = self.count_table.count(routing_map_TE, head, received_rows)
+        messages, sent = self.count_messages.count(routing_map_TE, tag, received_rows)
         received = torch.empty_like(messages)
-        with self._named():
+        with naming_failure(self._name, self.group):
             dist.all_to_all_single(received, messages, group=self.group)
-        return self.count_table.join(received, sent), len(routing_map_TE) * self.topk
+        return self.count_messages.join(received, sent), len(routing_map_TE) * self.topk
 
     def copy_to_host(self, counts_K: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
-        """Start to copy the result of `exchange` to the host; no other tensor is copied."""
+        """Start to copy the result of `collect` to the host; no other tensor is copied."""
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
             self._copy = maybe_move_tensor_to_cpu(counts_K, record_stream=True)
         self._copied = side_stream.record_event()
 
-    def read(self) -> ExchangeCounts:
+    def read(self) -> MicroBatchCounts:
         """Wait for the copy, and read the counts."""
         assert self._copy is not None and self._copied is not None, "not on its way to the host"
-        with self._named():
+        with naming_failure(self._name, self.group):
             self._copied.synchronize()
-        return self.count_table.read(self._copy.numpy())
+        return self.count_messages.read(self._copy.numpy())
 
     @cached_property
     def _name(self) -> str:
         return f"exchange of counts: chain {self.chain_name}"
 
-    def _named(self) -> AbstractContextManager[None]:
-        return naming_failure(self._name, self.group)
-
 
 @dataclass(kw_only=True)
-class CapacityCounts:
+class CountsFromCapacity:
     """Counts of experts that get `capacity` rows from every rank; only the layout is needed."""
 
-    count_table: CountTable
+    count_messages: CountMessages
     config: TransformerConfig
     capacity: int = 0
 
-    def exchange(
-        self, routing_map_TE: torch.Tensor, head: int, received_rows: int
+    def collect(
+        self, routing_map_TE: torch.Tensor, tag: int, received_rows: int
     ) -> tuple[None, int]:
         """Find the capacity; returns no counts, and the number of permuted tokens."""
         num_tokens, num_experts = routing_map_TE.shape
@@ -98,13 +94,13 @@ class CapacityCounts:
     def copy_to_host(self, counts_K: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
         """Do nothing: the capacity is on the host."""
 
-    def read(self) -> ExchangeCounts:
+    def read(self) -> MicroBatchCounts:
         """The same counts for every pair of ranks."""
-        layout, config = self.count_table.layout, self.config
+        layout, config = self.count_messages.layout, self.config
         received = np.full((layout.etp, layout.ep, layout.num_local_experts), self.capacity)
         # All ranks know the capacity, but no rank knows the others' numbers of tokens.
         per_token = config.moe_router_topk * config.moe_expert_capacity_factor
-        return ExchangeCounts(
+        return MicroBatchCounts(
             count_permuted_tokens=lambda: Counts(sent=received[0], received=received),
             tokens=None,
             num_tokens=np.full(
@@ -112,7 +108,7 @@ class CapacityCounts:
             ),
             max_experts_per_token=0,
             received_rows=np.empty(0, dtype=np.int64),
-            heads=np.empty(0, dtype=np.int64),
+            tags=np.empty(0, dtype=np.int64),
         )
 
 
