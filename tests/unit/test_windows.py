@@ -104,7 +104,7 @@ def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChooser
             next(clock), next(clock)
             train(actor, shared)
     # The head of step 3 has the time of step 1, of two segments of 1 ms each.
-    assert shared.tuner.step == 3 and shared.head & auto.MOST_TICKS == 2_000 // auto.TICK_US
+    assert shared.tuner.step == 3 and shared.tag & auto.MOST_TICKS == 2_000 // auto.TICK_US
 
 
 def test_a_first_trial_is_announced_once(two: list[auto.AutoChooser]) -> None:
