@@ -186,9 +186,9 @@ class Operation(NamedTuple):
             planner.
         host: the host enqueues it, runs it itself, or starts it, at the cost of a copy, and
             continues.
+        ranks_per_sum: of "reduce_ranks": number of adjacent ranks whose terms are summed first.
         gather: position of the AllGather to whose transpose a "reduce_ranks" belongs, or a "reduce"
             that writes an unrounded term for it.
-        ranks_per_sum: of "reduce_ranks": number of adjacent ranks whose terms are summed first.
         unrounded: buffer of this rank's own term of a sum over ranks, before it is rounded for the
             wire: a "reduce" writes it and its "reduce_ranks" reads it.
     """
@@ -209,8 +209,8 @@ class Operation(NamedTuple):
     after: tuple[int, ...]
     launch_after: tuple[int, ...]
     host: Literal["enqueues", "runs", "starts"]
-    gather: int | None
     ranks_per_sum: int
+    gather: int | None = None
     unrounded: int | None = None
 
     @property
