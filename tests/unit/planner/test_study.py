@@ -1,7 +1,7 @@
 """A study as a test: candidates proposed by the costs of another cluster, judged by true prices.
 
-Each preset is taken for each other one that has as many ranks per node, in every exchange for which
-both have enough nodes: 10,240 cases. The excess is the best true price among the candidates over the
+Each preset is taken for each other one with as many ranks per node, in every exchange for which
+both have enough nodes: 10,240 cases. The excess is the best true price among candidates over the
 best of all choices.
 """
 
