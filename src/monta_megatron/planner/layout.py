@@ -262,6 +262,22 @@ def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iterat
 
 # Arguments that name the layers of each stage, in a language of their own.
 WRITTEN_OUT = ("pipeline-model-parallel-layout", *HYBRID_PATTERNS)
+ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+SLOTS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+
+
+def uneven_stages(model: Model, pp: int) -> dict[str, int]:
+    """Megatron's argument for stages that cannot be even, unless the model's arguments say them.
+
+    Hand-worked: 61 layers on 8 stages are 7 x 8 and a last of 5.
+    """
+    read = Reader(model.arguments, model.name)
+    if model.num_layers % pp == 0 or any(map(read.value, (*WRITTEN_OUT, *ENDS, *SLOTS))):
+        return {}
+    of_stage = math.ceil(model.num_layers / pp)
+    if model.num_layers <= of_stage * (pp - 1):
+        of_stage = model.num_layers // pp
+    return {ENDS[1]: model.num_layers - of_stage * (pp - 1)}
 
 
 def stages_of_layers(model: Model, pp: int) -> list[int] | None:
@@ -278,21 +294,16 @@ def stages_of_layers(model: Model, pp: int) -> list[int] | None:
     """
     if pp == 1:
         return [0] * model.num_layers
-    read = Reader(model.arguments, model.name)
+    read = Reader({**model.arguments, **uneven_stages(model, pp)}, model.name)
     if any(read.value(name) is not None for name in WRITTEN_OUT):
         return None
 
     # Step 1: layers of every stage.
-    embedding, loss = (
-        read.flag(f"account-for-{part}-in-pipeline-split") for part in ("embedding", "loss")
-    )
+    embedding, loss = map(read.flag, SLOTS)
     num_slots = model.num_layers + embedding + loss
     given = {
         stage: read.size(name, least=0)
-        for stage, name in (
-            (0, "decoder-first-pipeline-num-layers"),
-            (pp - 1, "decoder-last-pipeline-num-layers"),
-        )
+        for stage, name in ((0, ENDS[0]), (pp - 1, ENDS[1]))
         if read.value(name) is not None
     }
     rest, num_even = num_slots - sum(given.values()), pp - len(given)

@@ -13,8 +13,10 @@ from monta_megatron.common.text import shown
 from monta_megatron.planner.models.model import MOST_LAYERS, Model, model_of
 
 # Parts of a config.json that hold keys of the text model, the outer ones first.
-PARTS = ("thinker_config", "llm_config", "language_config", "text_config")
-PARTS += ("attn_config", "ffn_config")
+PARTS = (
+    *("thinker_config", "llm_config", "language_config", "text_config"),
+    *("attn_config", "ffn_config"),
+)
 # Megatron's argument -> keys, of which the first that is there and not null is taken.
 ALIASES = {
     "num-layers": "num_hidden_layers n_layers num_layers n_layer",

@@ -1,210 +1,191 @@
-"""Plans and layout rankings as text of 80 columns."""
+"""Plans and rankings as JSON, and as text of at most 25 lines of 100 columns."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from monta_megatron.common.tables import WIDTH, table
-from monta_megatron.common.units import counted, size_text
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.tables import table
+from monta_megatron.common.units import counted, size_text, time_text
 from monta_megatron.core import Choice
-from monta_megatron.planner.benefit import Benefit
-from monta_megatron.planner.chain_price import RESOURCE_NAMES
-from monta_megatron.planner.models.training_memory import TrainingMemory
-from monta_megatron.planner.plan import Candidate, Plan, StageCost
-from monta_megatron.tools.plan.iteration import IterationShare
-from monta_megatron.tools.plan.layout_ranking import RankedLayout
+from monta_megatron.planner.benefit import IterationShare
+from monta_megatron.planner.plan import Candidate, Plan
+from monta_megatron.planner.ranking import RankedLayout
+from monta_megatron.tools.plan.request import Planned
 
-MAX_LAYOUTS = 20
-PHASES = {
-    "forward": "dispatch + combine, forward",
-    "forward_backward": "dispatch + combine, forward + backward",
-}
-LAYOUT_COLUMNS = (">TP", ">EP", ">ETP", ">tokens", "chain", ">chunks", ">us/1k", ">peak", ">needs")
-STAGE_COLUMNS = ("pass", "stage", "occupies", ">us alone", ">inter", ">intra")
+WIDTH, MOST_LINES, MOST_LAYOUTS = 100, 25, 10
+CHAINS = ("chain", ">chunks", ">us", ">inter", ">intra", ">peak", "why not")
+LAYOUTS = (">nodes", ">PP", ">TP", ">EP", ">ETP", ">tokens", "chain", ">chunks", ">us/1k", ">peak")
+_WRAPPER = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False)
+STAGES = ("pass", "stage", "occupies", ">us alone", ">inter", ">intra")
 
 
-def plan_lines(
-    plan: Plan,
-    memory: TrainingMemory | None = None,
-    benefit: Benefit | None = None,
-    share: IterationShare | None = None,
-) -> list[str]:
-    """The choice, its gain and the training's memory, then all chains, the chosen one by stages.
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A plan, or a ranking of layouts with the plan of the best.
 
-    Args:
-        plan: the choice.
-        memory: of the training.
-        benefit: gain in an iteration.
-        share: of a measured iteration.
+    Attributes:
+        planned: the plan.
+        share: of the exchange in a measured iteration, or None.
+        chain: whose standing is asked, or None.
+        with_stages: whether the text has the table by stage.
     """
-    fields = plan_fields(plan, memory, benefit)
-    fields += [] if share is None else [("iteration", share.text)]
-    lines = [line for field in fields for line in _field(*field)]
-    lines += ["", *_candidate_lines(plan)]
-    if plan.stages:
-        lines += ["", *_stage_lines(plan.stages)]
+
+    planned: Planned
+    share: IterationShare | None = None
+    chain: str | None = None
+    with_stages: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document; `docs/plans.md` has its fields."""
+        planned, share = self.planned, strict_yaml.plain(self.share) or {}
+        share.pop("text", None)
+        return {
+            **strict_yaml.plain(planned.plan),
+            "memory": planned.memory.document(),
+            "benefit": planned.benefit and planned.benefit.document(),
+            "stock_us": planned.plan.stock_us,
+            "layouts": strict_yaml.plain(planned.ranking),
+            **share,
+        }
+
+    def text(self) -> str:
+        """The choice and all chains, or the layouts; what finds no room is counted."""
+        planned, ranking = self.planned, self.planned.ranking
+        ranks = counted(planned.layout.world_size, "rank")
+        lines = [f"{planned.model.name} on {planned.cluster.name}, {ranks}", ""]
+        rows = _chain_table(planned.plan) if ranking is None else _layout_table(ranking)
+        fields = list(self._fields())
+        room = MOST_LINES - len(lines) - len(rows) - 1
+        for position, (name, text) in enumerate(fields):
+            field = _WRAPPER.wrap(f"{name:<10}{text}")
+            if len(field) + (position < len(fields) - 1) > room:
+                lines.append(f"more      {len(fields) - position} in the document of --json")
+                break
+            lines, room = [*lines, *field], room - len(field)
+        lines += ["", *rows]
+        if self.with_stages:
+            lines += ["", _stage_table(planned.plan)]
+        return "\n".join(lines)
+
+    def _fields(self) -> Iterator[tuple[str, str]]:
+        """Request, choice and answers, the most important first."""
+        planned, plan, key = self.planned, self.planned.plan, self.planned.plan.key
+        if planned.ranking is not None:
+            yield "layout", _comparison(planned.ranking)
+        nodes = counted(len(set(key.nodes)), "node")
+        yield (
+            "exchange",
+            f"EP {key.ep} x ETP {key.etp} over {nodes}, {key.tokens_per_rank:,} tokens of a rank, "
+            f"top-{key.topk} of {key.num_experts} experts, {key.routing}",
+        )
+        choice = Choice(chain=plan.chain, num_chunks=plan.num_chunks)
+        ends = "" if plan.range_us is None else " ({:,.0f} to {:,.0f})".format(*plan.range_us)
+        time = f"{plan.predicted_us:,.0f}{ends} us per layer and micro-batch"
+        yield "choice", f"{choice.name}: {time}, forward and backward"
+        yield "flags", choice.flags
+        yield "why", plan.reason
+        if self.chain is not None:
+            yield "asked", _standing(plan, self.chain)
+        if self.share is not None:
+            yield "iteration", self.share.text
+        if planned.benefit is not None:
+            yield "benefit", planned.benefit.text
+        yield "needs", planned.memory.text
+        yield "rates", "; ".join(map(str, plan.rates))
+        yield from (("note", note) for note in plan.notes)
+
+
+def best(ranking: Sequence[RankedLayout], in_node: bool) -> RankedLayout | None:
+    """The cheapest layout whose exchange stays in a node, or that crosses nodes."""
+    return next((layout for layout in ranking if (layout.num_nodes == 1) == in_node), None)
+
+
+def _comparison(ranking: Sequence[RankedLayout]) -> str:
+    """Whether to cross nodes, by the best layouts that do and do not."""
+    inside, across = best(ranking, in_node=True), best(ranking, in_node=False)
+    if inside is None or across is None:
+        return (
+            f"every exchange that fits {'crosses nodes' if inside is None else 'stays in a node'}"
+        )
+    inside_us = inside.predicted_us
+    across_us = across.us_per_1k_tokens * inside.tokens / 1e3
+    saved_bytes = (inside.needed_bytes or 0.0) - (across.needed_bytes or 0.0)
+    if across_us < inside_us:
+        advice = "crossing costs less"
+    elif across.pp < inside.pp:
+        advice = f"cross only if {across.pp} instead of {inside.pp} stages pay for it"
+    elif saved_bytes > 0:
+        advice = f"cross only if {size_text(saved_bytes)} less on a rank pay for it"
+    else:
+        advice = "stay in a node"
+    return (
+        f"{inside.name} in a node costs {time_text(inside_us, across_us)} per layer and "
+        f"micro-batch, {across.name} over {counted(across.num_nodes, 'node')} "
+        f"{time_text(across_us, inside_us)} for as many tokens: {advice}"
+    )
+
+
+def _layout_table(ranking: Sequence[RankedLayout]) -> list[str]:
+    """The best in a node and the best across, then the others."""
+    first = [each for each in (best(ranking, True), best(ranking, False)) if each is not None]
+    shown = [*first, *(layout for layout in ranking if layout not in first)]
+    rows = [
+        (
+            *(layout.num_nodes, layout.pp, layout.tp, layout.ep, layout.etp),
+            *(f"{layout.tokens:,}", layout.chain, layout.num_chunks),
+            f"{layout.us_per_1k_tokens:,.0f}",
+            *(size_text(layout.peak_bytes), size_text(layout.needed_bytes)),
+        )
+        for layout in shown[:MOST_LAYOUTS]
+    ]
+    lines = table((*LAYOUTS, ">needs"), rows).splitlines()
+    if len(shown) > MOST_LAYOUTS:
+        lines.append(f"and {len(shown) - MOST_LAYOUTS} more with --json")
     return lines
 
 
-def plan_fields(
-    plan: Plan, memory: TrainingMemory | None = None, benefit: Benefit | None = None
-) -> list[tuple[str, str]]:
-    """Fields of a plan's report: request, choice and times, as names and texts."""
-    key = plan.key
-    time = f": {plan.predicted_us:,.0f}{range_text(plan.range_us)} us"
-    chunks = counted(plan.num_chunks, "chunk")
-    return [
-        (
-            "exchange",
-            f"EP {key.ep} x ETP {key.etp} over "
-            f"{counted(len(set(key.nodes)), 'node')} of {key.cluster}",
-        ),
-        (
-            "tokens",
-            f"{key.tokens_per_rank:,} per rank, top-{key.topk} of "
-            f"{key.num_experts} experts, {key.routing}",
-        ),
-        *_rate_fields(plan),
-        ("choice", f"{plan.chain} in {chunks}{time}, {PHASES[key.phase]}"),
-        ("flags", Choice(chain=plan.chain, num_chunks=plan.num_chunks).flags),
-        ("why", plan.reason),
-        *([] if benefit is None else [("benefit", benefit.text)]),
-        *([] if memory is None else [("needs", memory.text)]),
-        *(("note", note) for note in plan.notes),
-    ]
-
-
-def range_text(range_us: tuple[float, float] | None) -> str:
-    """The ends of a likely time, behind it."""
-    return "" if range_us is None else " ({:,.0f} to {:,.0f})".format(*range_us)
-
-
-def rate_lines(plan: Plan) -> list[str]:
-    """The rate by which large messages were priced, a field for each resource."""
-    return [line for field in _rate_fields(plan) for line in _field(*field)]
-
-
-def note_lines(plan: Plan) -> list[str]:
-    """Assumptions of a plan."""
-    return [line for note in plan.notes for line in _field("note", note)]
-
-
-def layout_lines(
-    layouts: Sequence[RankedLayout], memory: TrainingMemory, benefit: Benefit | None = None
-) -> list[str]:
-    """One line per layout, the best first, with the time and gain of the best one."""
-    lines = [table(LAYOUT_COLUMNS, layout_rows(layouts)[:MAX_LAYOUTS])]
-    if len(layouts) > MAX_LAYOUTS:
-        lines.append(f"and {len(layouts) - MAX_LAYOUTS} more, all of them with --json")
-    return [
-        *lines,
-        "",
-        *_wrapped(
-            "tokens: of a rank. us/1k: exchange of one layer and micro-batch, per 1,000 of them. "
-            "peak: held by the exchange on a rank. needs: that, weights, gradients, optimizer and "
-            "the inputs of all layers. Name a layout (--tp --ep --etp) to see its plan."
-        ),
-        *_wrapped(f"The first needs {memory.text}."),
-        *([] if benefit is None else _wrapped(f"Its benefit: {benefit.text}.")),
-    ]
-
-
-def standing_lines(plan: Plan, entry: Candidate) -> list[str]:
-    """Rank of one candidate beside the choice."""
-    if entry.predicted_us is None:
-        return _field(entry.chain, f"cannot run here: {entry.rejected}")
-    chunks = counted(entry.num_chunks or 1, "chunk")
-    time = f"in {chunks}: {entry.predicted_us:,.0f} us, "
-    time += f"{entry.predicted_us / plan.predicted_us:.2f} times the choice's"
-    return _wrapped(f"{entry.chain} {time}; {entry.rejected or 'it is the choice'}", indent="")
-
-
-def layout_rows(layouts: Sequence[RankedLayout]) -> list[tuple[object, ...]]:
-    """The layouts under `LAYOUT_COLUMNS`."""
-    return [
-        (
-            layout.tp,
-            layout.ep,
-            layout.etp,
-            f"{layout.tokens_per_rank:,}",
-            layout.chain,
-            layout.num_chunks,
-            f"{layout.us_per_1k_tokens:,.0f}",
-            size_text(layout.peak_bytes),
-            size_text(layout.needed_bytes),
-        )
-        for layout in layouts
-    ]
-
-
-def shown_candidates(plan: Plan) -> list[Candidate]:
-    """The best number of chunks of every chain, the fastest first."""
-    by_chain: dict[str, list[Candidate]] = {}
+def shown_candidates(plan: Plan) -> dict[str, Candidate]:
+    """The choice, and the fastest number of chunks of every other chain, in order."""
+    candidates: dict[str, Candidate] = {}
     for entry in plan.candidates:
-        by_chain.setdefault(entry.chain, []).append(entry)
-    # The choice, else the fastest of those that are not the same as another chain.
-    shown = [
-        min(entries, key=lambda entry: (entry.rejected is not None, entry.same_as is not None))
-        for entries in by_chain.values()
-    ]
-    return sorted(shown, key=plan.candidates.index)
+        if entry.chain != plan.chain or entry is plan.chosen:
+            candidates.setdefault(entry.chain, entry)
+    return candidates
 
 
-def _candidate_lines(plan: Plan) -> Iterable[str]:
-    """The best number of chunks of every chain, and why it was not chosen."""
-    yield f"{'chain':<23}{'chunks':>6}{'us':>12}{'inter':>12}{'intra':>12}{'peak':>12}"
-    shown = shown_candidates(plan)
-    for entry in shown:
-        if entry.predicted_us is None:
-            yield f"{entry.chain:<23}{'-':>6}"
-        else:
-            sizes = "".join(
-                f"{size_text(num_bytes):>12}"
-                for num_bytes in (entry.inter_bytes, entry.intra_bytes, entry.peak_bytes)
-            )
-            yield f"{entry.chain:<23}{entry.num_chunks:>6}{entry.predicted_us:>12,.0f}{sizes}"
-        ends = "" if entry.range_us is None else "; {:,.0f} to {:,.0f} us".format(*entry.range_us)
-        yield from _wrapped(f"{entry.rejected or 'chosen'}{ends}", indent="    ")
-    hidden = len(plan.candidates) - len(shown)
-    if hidden > 0:
-        yield f"and {hidden} more in other numbers of chunks, all of them with --json"
-
-
-def stage_rows(stages: Sequence[StageCost]) -> list[tuple[str, ...]]:
-    """The stages under `STAGE_COLUMNS`."""
-    return [
+def _chain_table(plan: Plan) -> list[str]:
+    """A row for each chain, and why it was not chosen, as far as a line holds it."""
+    rows = [
         (
-            stage.pass_name,
-            stage.stage,
-            stage.resource,
-            f"{stage.alone_us:,.0f}",
-            size_text(stage.inter_bytes),
-            size_text(stage.intra_bytes),
+            *(entry.chain, entry.num_chunks),
+            None if entry.predicted_us is None else f"{entry.predicted_us:,.0f}",
+            *map(size_text, (entry.inter_bytes, entry.intra_bytes, entry.peak_bytes)),
+            entry.rejected or "chosen",
         )
-        for stage in stages
+        for entry in shown_candidates(plan).values()
     ]
+    lines = table(CHAINS, rows).splitlines()
+    return [line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines]
 
 
-def _stage_lines(stages: Sequence[StageCost]) -> Iterable[str]:
-    yield table(STAGE_COLUMNS, stage_rows(stages))
-    yield "bytes are those of all ranks of one exchange; peak is that of one rank"
-
-
-def _rate_fields(plan: Plan) -> list[tuple[str, str]]:
-    return [
-        (RESOURCE_NAMES[rate.resource], f"{rate.rate.in_both_units} {rate.basis}")
-        for rate in plan.rates
+def _stage_table(plan: Plan) -> str:
+    rows = [
+        (
+            *(stage.pass_name, stage.stage, stage.resource, f"{stage.alone_us:,.0f}"),
+            *map(size_text, (stage.inter_bytes, stage.intra_bytes)),
+        )
+        for stage in plan.stages
     ]
+    return table(STAGES, rows)
 
 
-def _field(name: str, text: str) -> list[str]:
-    return _wrapped(text, first=f"{name:<10}", indent=" " * 10)
-
-
-def _wrapped(text: str, first: str | None = None, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=indent if first is None else first,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-    )
+def _standing(plan: Plan, chain: str) -> str:
+    """The standing of a chain beside the choice."""
+    entry = shown_candidates(plan)[chain]
+    if entry.predicted_us is None or entry.num_chunks is None:
+        return f"{chain} cannot run here: {entry.rejected}"
+    name = Choice(chain=chain, num_chunks=entry.num_chunks).name
+    ratio = entry.predicted_us / plan.predicted_us
+    return f"{name} takes {ratio:.2f} times the choice's time; {entry.rejected or 'it is that'}"
