@@ -7,7 +7,6 @@ line, as on the command line.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ def plan(
     Args:
         model: a file (ours, or a config.json of Hugging Face), a preset by its name, or a `Model`.
         cluster: a file, a preset by its name, or a `Cluster`.
-        settings: fields of `tools.plan.request.PlanSettings`, such as world_size, tp, ep, etp, cp,
+        settings: fields of `tools.plan.request.PlanRequest`, such as world_size, tp, ep, etp, cp,
             pp, tokens, seq_length and routing. Without tp, ep and etp: the best of all layouts
             that fit.
 
@@ -40,7 +39,7 @@ def plan(
     """
     from monta_megatron.tools.plan.request import plan_request
 
-    return plan_request(_request_of(model, cluster, settings)).plan
+    return plan_request(_request_of(model=model, cluster=cluster, **settings)).plan
 
 
 def timeline(
@@ -73,29 +72,26 @@ def timeline(
     from monta_megatron.tools.timeline.drawing import named_chain, of_prediction, write
 
     given = named_chain(chain, num_chunks, ("chain", "num_chunks"))
-    drawing = of_prediction(_request_of(model, cluster, settings), given, alone)
+    drawing = of_prediction(_request_of(model=model, cluster=cluster, **settings), given, alone)
     if out is not None:
         make_folder(Path(out), "out")
         write(drawing, Path(out), max_ranks=1)
     return drawing
 
 
-def _request_of(model: Any, cluster: Any, settings: Mapping[str, Any]) -> PlanRequest:
+def _request_of(**given: Any) -> PlanRequest:
     """The request of a call, checked as the command line checks its flags."""
     from monta_megatron.common import strict_yaml
-    from monta_megatron.common.text import check_printable, shown
+    from monta_megatron.common.text import shown
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.planner.models.model import Model
-    from monta_megatron.tools.plan.request import PlanRequest, PlanSettings
+    from monta_megatron.tools.plan.request import PlanRequest
 
-    for name, given, kind in (("model", model, Model), ("cluster", cluster, Cluster)):
-        if isinstance(given, str | Path):
-            check_printable(str(given), name)
-        elif not isinstance(given, kind):
+    for name, kind in (("model", Model), ("cluster", Cluster)):
+        if not isinstance(given[name], str | Path | kind):
             rule = f"a {kind.__name__}, a file, or a preset by its name"
-            raise ValueError(f"{name}: got {shown(repr(given))}, must be {rule}")
-    checked = strict_yaml.build(PlanSettings, settings, "")
-    return PlanRequest(model=model, cluster=cluster, **vars(checked))
+            raise ValueError(f"{name}: got {shown(repr(given[name]))}, must be {rule}")
+    return strict_yaml.build(PlanRequest, given, "")
 
 
 def statistics() -> list[LayerStatistics]:

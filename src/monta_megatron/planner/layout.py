@@ -79,6 +79,12 @@ class ParallelLayout:
                 f"pp: got {self.pp}, must be at most num-layers of {model.name} "
                 f"({model.num_layers})"
             )
+        if uneven_stages(model, self.pp) is None:
+            return (
+                f"pp: got {self.pp}, must leave some of the {model.num_layers} layers of "
+                f"{model.name} to the last stage, or the model file must split them by "
+                "pipeline-model-parallel-layout"
+            )
         # Sequence parallelism divides the sequence; context parallelism gives each rank two pieces.
         parts = self.tp * self.cp * (2 if self.cp > 1 else 1)
         if model.seq_length % parts != 0:
@@ -266,18 +272,20 @@ ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 SLOTS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 
 
-def uneven_stages(model: Model, pp: int) -> dict[str, int]:
-    """Megatron's argument for stages that cannot be even, unless the model's arguments say them.
+def uneven_stages(model: Model, pp: int) -> dict[str, int] | None:
+    """Megatron's argument for a shorter last stage where stages cannot be even.
 
     Hand-worked: 61 layers on 8 stages are 7 x 8 and a last of 5.
+
+    Returns:
+        Nothing where stages are even, or the model's arguments split its layers; None where no
+        layers would be left for the last stage.
     """
     read = Reader(model.arguments, model.name)
     if model.num_layers % pp == 0 or any(map(read.value, (*WRITTEN_OUT, *ENDS, *SLOTS))):
         return {}
-    of_stage = math.ceil(model.num_layers / pp)
-    if model.num_layers <= of_stage * (pp - 1):
-        of_stage = model.num_layers // pp
-    return {ENDS[1]: model.num_layers - of_stage * (pp - 1)}
+    left = model.num_layers - math.ceil(model.num_layers / pp) * (pp - 1)
+    return {ENDS[1]: left} if left > 0 else None
 
 
 def stages_of_layers(model: Model, pp: int) -> list[int] | None:
@@ -294,7 +302,7 @@ def stages_of_layers(model: Model, pp: int) -> list[int] | None:
     """
     if pp == 1:
         return [0] * model.num_layers
-    read = Reader({**model.arguments, **uneven_stages(model, pp)}, model.name)
+    read = Reader({**model.arguments, **(uneven_stages(model, pp) or {})}, model.name)
     if any(read.value(name) is not None for name in WRITTEN_OUT):
         return None
 

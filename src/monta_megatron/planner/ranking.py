@@ -1,13 +1,13 @@
 """Layouts that fit a model and a cluster, ranked by the cost of their exchange."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.rules import require
-from monta_megatron.common.units import size_text
+from monta_megatron.common.units import counted, size_text, time_text
 from monta_megatron.core import Routing, Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges, shapes_of, uniform_routing
@@ -42,9 +42,10 @@ class RankedLayout(ParallelLayout):
 
     @property
     def name(self) -> str:
-        """For messages: "PP 8, TP 1, EP 8"."""
-        etp = f", ETP {self.etp}" if self.etp > 1 else ""
-        return f"PP {self.pp}, TP {self.tp}, EP {self.ep}{etp}"
+        """For messages: "EP 8 (TP 2, PP 4)"."""
+        others = (("ETP", self.etp), ("TP", self.tp), ("PP", self.pp))
+        named = ", ".join(f"{name} {size}" for name, size in others if size > 1)
+        return f"EP {self.ep} ({named})" if named else f"EP {self.ep}"
 
 
 def rank_layouts(
@@ -60,15 +61,15 @@ def rank_layouts(
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
 
-    TP and ETP stay inside a node. If the cluster says how much memory a rank has, layouts that do
-    not fit into it are left out; see `training_memory`.
+    Each has the fewest pipeline stages with which it fits, but no more than the first whose
+    exchange stays in a node. TP and ETP stay inside a node. Where the cluster file says no memory,
+    everything fits; see `training_memory`.
 
     Args:
         model: the trained model.
         cluster: the cluster it is trained on.
         world_size, cp: the same for all layouts.
-        pp: likewise; None for the fewest pipeline stages with which a layout fits and, where none
-            of these has its exchange in a node, the fewest with which one does.
+        pp: pipeline stages; None for as many as it takes.
         tokens: of a rank; None for the model's batch.
         routing: see `routing_of`.
         phase: the phase to choose for.
@@ -76,48 +77,81 @@ def rank_layouts(
     Raises:
         ValueError: no layout fits.
     """
-    # Step 1: what fits without its exchange, the fewest stages first.
-    memories = {
-        layout: training_memory(model, cluster, layout, tokens or layout.tokens_per_rank(model), 0)
-        for stages in ([pp] if pp else divisors(world_size))
-        for layout in layouts_of(model, cluster, world_size, cp, stages)
-    }
-    fitting = [layout for layout, memory in memories.items() if memory.fits]
+    # Step 1: the layouts of every exchange, the fewest stages first.
+    by_exchange: dict[tuple[int, int, int], list[ParallelLayout]] = {}
+    for stages in [pp] if pp else divisors(world_size):
+        for layout in layouts_of(model, cluster, world_size, cp, stages):
+            by_exchange.setdefault((layout.tp, layout.ep, layout.etp), []).append(layout)
 
-    # Step 2: the exchanges of those that may be the answer.
-    layouts: list[RankedLayout] = []
-    for layout in fitting:
-        shapes = routed_shapes(model, cluster, layout, tokens, routing)
-        num_nodes = max(shape.layout.num_nodes for shape in shapes)
-        lacks_in_node = all(each.num_nodes > 1 for each in layouts)
-        if layouts and layout.pp > layouts[0].pp and not (num_nodes == 1 and lacks_in_node):
-            continue
-        plan, shape = slowest_plan(shapes, cluster, phase=phase)
-        peak_bytes = plan.chosen.peak_bytes or 0.0
-        memory = training_memory(model, cluster, layout, shape.tokens_per_rank, peak_bytes)
-        if memory.fits:
-            ranked = RankedLayout(
-                **vars(layout),
-                num_nodes=num_nodes,
-                tokens=shape.tokens_per_rank,
-                chain=plan.chain,
-                num_chunks=plan.num_chunks,
-                predicted_us=plan.predicted_us,
-                us_per_1k_tokens=plan.predicted_us / shape.tokens_per_rank * 1e3,
-                peak_bytes=peak_bytes,
-                needed_bytes=memory.needed_bytes,
-            )
-            layouts.append(ranked)
-    if not layouts:
-        sizes = [memory.needed_bytes for memory in memories.values()]
-        least = min((size for size in sizes if size is not None), default=None)
+    # Step 2: the first that fits with its exchange.
+    found: list[RankedLayout] = []
+    needed: list[float | None] = []
+    for layouts in by_exchange.values():
+        shapes = routed_shapes(model, cluster, layouts[0], tokens, routing)
+        num_tokens, peak_bytes, plan = shapes[0].tokens_per_rank, 0.0, None
+        for layout in layouts:
+            memory = training_memory(model, cluster, layout, num_tokens, peak_bytes)
+            if memory.fits and plan is None:
+                plan, _ = slowest_plan(shapes, cluster, phase=phase)
+                peak_bytes = plan.chosen.peak_bytes or 0.0
+                memory = training_memory(model, cluster, layout, num_tokens, peak_bytes)
+            needed.append(memory.needed_bytes)
+            if memory.fits and plan is not None:
+                ranked = RankedLayout(
+                    **vars(layout),
+                    num_nodes=max(shape.layout.num_nodes for shape in shapes),
+                    tokens=num_tokens,
+                    chain=plan.chain,
+                    num_chunks=plan.num_chunks,
+                    predicted_us=plan.predicted_us,
+                    us_per_1k_tokens=plan.predicted_us / num_tokens * 1e3,
+                    peak_bytes=peak_bytes,
+                    needed_bytes=memory.needed_bytes,
+                )
+                found.append(ranked)
+                break
+    if not found:
+        least = min((size for size in needed if size is not None), default=None)
         needs = "" if least is None else f"; the least needs {size_text(least)} of a rank"
         raise ValueError(
             f"world_size: got {world_size}, no (tp, ep, etp) with cp {cp} and pp {pp or 'any'} "
             f"fits {model.name} on {cluster.name}{needs}, beside {HEADROOM:.0%} of headroom; more "
             "ranks may help"
         )
-    return sorted(layouts, key=lambda layout: (layout.us_per_1k_tokens, layout.peak_bytes))
+    in_node = [layout.pp for layout in found if layout.num_nodes == 1]
+    most_stages = min(in_node, default=max(layout.pp for layout in found))
+    found = [layout for layout in found if layout.pp <= most_stages]
+    return sorted(found, key=lambda each: (each.us_per_1k_tokens, each.pp, each.peak_bytes))
+
+
+def best(ranking: Sequence[RankedLayout], in_node: bool) -> RankedLayout | None:
+    """The cheapest layout whose exchange stays in a node, or that crosses nodes."""
+    return next((layout for layout in ranking if (layout.num_nodes == 1) == in_node), None)
+
+
+def cross_or_stay(ranking: Sequence[RankedLayout]) -> str:
+    """Whether to cross nodes, by the best layouts that do and do not."""
+    inside, across = best(ranking, in_node=True), best(ranking, in_node=False)
+    if inside is None or across is None:
+        return (
+            f"every exchange that fits {'crosses nodes' if inside is None else 'stays in a node'}"
+        )
+    inside_us = inside.predicted_us
+    across_us = across.us_per_1k_tokens * inside.tokens / 1e3
+    saved_bytes = (inside.needed_bytes or 0.0) - (across.needed_bytes or 0.0)
+    if across_us < inside_us:
+        advice = "crossing costs less"
+    elif across.pp < inside.pp:
+        advice = f"cross only if {across.pp} instead of {inside.pp} stages pay for it"
+    elif saved_bytes > 0:
+        advice = f"cross only if {size_text(saved_bytes)} less on a rank pay for it"
+    else:
+        advice = "stay in a node"
+    return (
+        f"{inside.name} in a node costs {time_text(inside_us, across_us)} per layer and "
+        f"micro-batch, {across.name} over {counted(across.num_nodes, 'node')} "
+        f"{time_text(across_us, inside_us)} for as many tokens: {advice}"
+    )
 
 
 def layouts_of(

@@ -7,14 +7,14 @@ from typing import Any
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.tables import table
-from monta_megatron.common.units import counted, size_text, time_text
+from monta_megatron.common.units import counted, size_text
 from monta_megatron.core import Choice
 from monta_megatron.planner.benefit import IterationShare
 from monta_megatron.planner.plan import Candidate, Plan
-from monta_megatron.planner.ranking import RankedLayout
+from monta_megatron.planner.ranking import RankedLayout, best, cross_or_stay
 from monta_megatron.tools.plan.request import Planned
 
-WIDTH, MOST_LINES, MOST_LAYOUTS = 100, 25, 10
+WIDTH, MOST_LINES, MOST_LAYOUTS = 100, 25, 8
 CHAINS = ("chain", ">chunks", ">us", ">inter", ">intra", ">peak", "why not")
 LAYOUTS = (">nodes", ">PP", ">TP", ">EP", ">ETP", ">tokens", "chain", ">chunks", ">us/1k", ">peak")
 _WRAPPER = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False)
@@ -72,20 +72,22 @@ class PlanReport:
     def _fields(self) -> Iterator[tuple[str, str]]:
         """Request, choice and answers, the most important first."""
         planned, plan, key = self.planned, self.planned.plan, self.planned.plan.key
-        if planned.ranking is not None:
-            yield "layout", _comparison(planned.ranking)
-        nodes = counted(len(set(key.nodes)), "node")
-        yield (
-            "exchange",
-            f"EP {key.ep} x ETP {key.etp} over {nodes}, {key.tokens_per_rank:,} tokens of a rank, "
-            f"top-{key.topk} of {key.num_experts} experts, {key.routing}",
-        )
         choice = Choice(chain=plan.chain, num_chunks=plan.num_chunks)
+        if planned.ranking is not None:
+            yield "layout", cross_or_stay(planned.ranking)
+        else:
+            yield (
+                "exchange",
+                f"EP {key.ep} x ETP {key.etp} over {counted(len(set(key.nodes)), 'node')}, "
+                f"{key.tokens_per_rank:,} tokens of a rank, top-{key.topk} of {key.num_experts} "
+                f"experts, {key.routing}",
+            )
         ends = "" if plan.range_us is None else " ({:,.0f} to {:,.0f})".format(*plan.range_us)
         time = f"{plan.predicted_us:,.0f}{ends} us per layer and micro-batch"
-        yield "choice", f"{choice.name}: {time}, forward and backward"
-        yield "flags", choice.flags
-        yield "why", plan.reason
+        yield "choice", f"{choice.name}: {time}"
+        if planned.ranking is None:
+            yield "flags", choice.flags
+            yield "why", plan.reason
         if self.chain is not None:
             yield "asked", _standing(plan, self.chain)
         if self.share is not None:
@@ -95,36 +97,6 @@ class PlanReport:
         yield "needs", planned.memory.text
         yield "rates", "; ".join(map(str, plan.rates))
         yield from (("note", note) for note in plan.notes)
-
-
-def best(ranking: Sequence[RankedLayout], in_node: bool) -> RankedLayout | None:
-    """The cheapest layout whose exchange stays in a node, or that crosses nodes."""
-    return next((layout for layout in ranking if (layout.num_nodes == 1) == in_node), None)
-
-
-def _comparison(ranking: Sequence[RankedLayout]) -> str:
-    """Whether to cross nodes, by the best layouts that do and do not."""
-    inside, across = best(ranking, in_node=True), best(ranking, in_node=False)
-    if inside is None or across is None:
-        return (
-            f"every exchange that fits {'crosses nodes' if inside is None else 'stays in a node'}"
-        )
-    inside_us = inside.predicted_us
-    across_us = across.us_per_1k_tokens * inside.tokens / 1e3
-    saved_bytes = (inside.needed_bytes or 0.0) - (across.needed_bytes or 0.0)
-    if across_us < inside_us:
-        advice = "crossing costs less"
-    elif across.pp < inside.pp:
-        advice = f"cross only if {across.pp} instead of {inside.pp} stages pay for it"
-    elif saved_bytes > 0:
-        advice = f"cross only if {size_text(saved_bytes)} less on a rank pay for it"
-    else:
-        advice = "stay in a node"
-    return (
-        f"{inside.name} in a node costs {time_text(inside_us, across_us)} per layer and "
-        f"micro-batch, {across.name} over {counted(across.num_nodes, 'node')} "
-        f"{time_text(across_us, inside_us)} for as many tokens: {advice}"
-    )
 
 
 def _layout_table(ranking: Sequence[RankedLayout]) -> list[str]:

@@ -22,10 +22,12 @@ SIZES = ("world_size", "tp", "ep", "etp", "cp", "pp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings:
-    """Sizes of a layout, and the exchange to plan: the flags of the command. None: not given.
+class PlanRequest:
+    """A request, as flags and the Python API make it. None: not given.
 
     Attributes:
+        model: a `Model`, its file, or a preset by its name.
+        cluster: a `Cluster`, likewise.
         world_size: ranks of the training; None for those of the cluster.
         tp, ep, etp, cp, pp: sizes of a `ParallelLayout`; without the first three, layouts are
             ranked, see `rank_layouts`.
@@ -38,6 +40,8 @@ class PlanSettings:
         inter_rate_ratio: rate of the network over the cluster file's.
     """
 
+    model: Any
+    cluster: Any
     world_size: PositiveInt | None = None
     tp: PositiveInt | None = None
     ep: PositiveInt | None = None
@@ -52,19 +56,6 @@ class PlanSettings:
     routing: Literal["uniform", "skewed", "node-limited"] = "uniform"
     phase: Phase = "forward_backward"
     inter_rate_ratio: PositiveFloat | None = None
-
-    @property
-    def has_layout(self) -> bool:
-        """Whether a layout is named; without one, all are ranked."""
-        return (self.tp, self.ep, self.etp) != (None, None, None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest(PlanSettings):
-    """A request: settings, a model and a cluster, each as such, by its file, or as a preset."""
-
-    model: str | Path | Model
-    cluster: str | Path | Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,43 +101,40 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
     cluster = cluster_of(request.cluster).of_job(request.ranks_per_node)
     if request.inter_rate_ratio is not None:
         cluster = with_inter_rate(cluster, request.inter_rate_ratio)
-    sizes = {"world_size": cluster.num_ranks, "cp": 1}
+    sizes: dict[str, Any] = {"world_size": cluster.num_ranks, "cp": 1}
     sizes |= {name: getattr(request, name) for name in SIZES if getattr(request, name) is not None}
     rule = f"be at most the {cluster.num_ranks} ranks of {cluster.name} (its num_nodes)"
     require(sizes["world_size"] <= cluster.num_ranks, "world_size", sizes["world_size"], rule)
 
     # Step 2: the layout.
-    tokens, routing, phase = request.tokens, request.routing, request.phase
-    ranking, layout = None, ParallelLayout(world_size=1)
-    if request.has_layout:
-        layout = ParallelLayout(**sizes)
-        incompatibility = layout.incompatibility(model)
-        if incompatibility is not None:
-            raise ValueError(incompatibility)
-    else:
+    routing, phase, ranking = request.routing, request.phase, None
+    if not sizes.keys() & {"tp", "ep", "etp"}:
         rule = "be beside a layout (--ep N): it depends on the nodes of an exchange"
         require(routing != "node-limited", "--routing", routing, rule)
-        ranking = rank_layouts(model, cluster, **sizes, tokens=tokens, routing=routing, phase=phase)
-        layout = ranking[0]
+        ranking = rank_layouts(
+            model, cluster, **sizes, tokens=request.tokens, routing=routing, phase=phase
+        )
+    layout = ranking[0] if ranking else ParallelLayout(**sizes)
+    incompatibility = layout.incompatibility(model)
+    if incompatibility is not None:
+        raise ValueError(incompatibility)
 
     # Step 3: the chain.
-    shapes = routed_shapes(model, cluster, layout, tokens, routing)
+    shapes = routed_shapes(model, cluster, layout, request.tokens, routing)
     plan, shape = slowest_plan(shapes, cluster, phase=phase, **settings)
     plan = with_ranges(plan, shape, cluster)
-    peak_bytes = plan.chosen.peak_bytes or 0.0
+    tokens, peak_bytes = shape.tokens_per_rank, plan.chosen.peak_bytes or 0.0
     notes = [*plan.notes, *cluster.notes_on(layout.world_size), *model.notes]
-    for name, layers in uneven_stages(model, layout.pp).items():
-        notes.append(f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}")
-    benefit, batch, num_micro_batches = plan.benefit, request.global_batch_size, None
+    for name, layers in (uneven_stages(model, layout.pp) or {}).items():
+        notes.insert(0, f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}")
+
+    # Step 4: how often an iteration waits for it.
+    batch, step, number = request.global_batch_size, model.micro_batch_size * layout.dp, None
     if batch is not None:
-        step = model.micro_batch_size * layout.dp
         rule = f"be a multiple of {step}, the sequences of a micro-batch on all data parallel ranks"
         require(batch % step == 0, "--global-batch-size", batch, rule)
-        of_rank = batch * model.seq_length / (layout.dp * layout.tp * layout.cp)
-        num_micro_batches = math.ceil(of_rank / shape.tokens_per_rank)
-    if benefit is not None:
-        iteration = iteration_of(model, layout.pp, num_micro_batches)
-        benefit = replace(benefit, iteration=iteration)
+        number = math.ceil(batch // step * layout.tokens_per_rank(model) / tokens)
+    iteration = iteration_of(model, layout.pp, number)
     return Planned(
         request=request,
         model=model,
@@ -155,8 +143,8 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         ranking=ranking,
         plan=replace(plan, notes=tuple(notes)),
         shape=shape,
-        memory=training_memory(model, cluster, layout, shape.tokens_per_rank, peak_bytes),
-        benefit=benefit,
+        memory=training_memory(model, cluster, layout, tokens, peak_bytes),
+        benefit=plan.benefit and replace(plan.benefit, iteration=iteration),
     )
 
 

@@ -2,14 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from monta_megatron.common import presets
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import require
-from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import uneven_stages
 from monta_megatron.planner.models.files import is_run_file
 from monta_megatron.tools.plan.request import Planned
@@ -34,34 +32,23 @@ def write_run(path: Path, planned: Planned) -> None:
             written.
     """
     request, layout, cluster, plan = planned.request, planned.layout, planned.cluster, planned.plan
-    model_file, cluster_file = str(request.model), str(request.cluster)
     rule = "be a model file or a preset with --out"
-    require(not is_run_file(model_file), "--model", model_file, rule)
+    require(not is_run_file(request.model), "--model", request.model, rule)
     on_host = min(cluster.ranks_per_host or cluster.ranks_per_node, layout.world_size)
     rule = f"be whole hosts of {on_host} for a run file"
     require(layout.world_size % on_host == 0, "world_size", layout.world_size, rule)
-    batch = request.global_batch_size or 4 * layout.pp * layout.dp * planned.model.micro_batch_size
-    arguments: dict[str, Any] = {
-        "moe-monta-chain": plan.chain,
-        "moe-monta-num-chunks": plan.num_chunks,
-        "moe-grouped-gemm": True,
-        "moe-permute-fusion": True,
-        "use-distributed-optimizer": True,
-        "global-batch-size": batch,
-        **uneven_stages(planned.model, layout.pp),
+    step = planned.model.micro_batch_size * layout.dp
+    given = {
+        "moe-monta-ranks-per-node": request.ranks_per_node and cluster.ranks_per_node,
+        "sequence-parallel": layout.tp > 1,
+        "seq-length": request.seq_length,
+        "micro-batch-size": request.micro_batch_size,
+        **(uneven_stages(planned.model, layout.pp) or {}),
     }
-    if load_cluster(cluster_file).of_job(on_host).ranks_per_node != cluster.ranks_per_node:
-        # A part of nodes that are made up of hosts.
-        arguments["moe-monta-ranks-per-node"] = cluster.ranks_per_node
-    if layout.tp > 1:
-        arguments["sequence-parallel"] = True
-    for name in ("seq_length", "micro_batch_size"):
-        if getattr(request, name) is not None:
-            arguments[name.replace("_", "-")] = getattr(request, name)
-    head = {
+    data = {
         "name": re.sub(r"[^A-Za-z0-9_.-]+", "_", planned.model.name),
-        "model": _place("models", model_file),
-        "cluster": _place("clusters", cluster_file),
+        "model": _place("models", request.model),
+        "cluster": _place("clusters", request.cluster),
         "layout": {
             "nodes": layout.world_size // on_host,
             "ranks_per_node": on_host,
@@ -70,9 +57,17 @@ def write_run(path: Path, planned: Planned) -> None:
         # Megatron demands it before Blackwell.
         "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": 1} if layout.tp * layout.cp > 1 else {},
         "slurm": {"options": {"gpus-per-node": on_host}},
-        "megatron": arguments,
+        "megatron": {
+            "moe-monta-chain": plan.chain,
+            "moe-monta-num-chunks": plan.num_chunks,
+            **{name: value for name, value in given.items() if value},
+            "global-batch-size": request.global_batch_size or 4 * layout.pp * step,
+            "moe-grouped-gemm": True,
+            "moe-permute-fusion": True,
+            "use-distributed-optimizer": True,
+        },
     }
-    text = yaml.safe_dump(head, sort_keys=False, width=100)
+    text = yaml.safe_dump(data, sort_keys=False, width=100)
     write_whole(path, f"# Written by `monta plan --out`: {plan.reason}.\n{text}{TO_FILL_IN}")
 
 
