@@ -33,9 +33,24 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.common.units import Rate, counted
-from monta_megatron.planner.cluster import Cluster, Contention, NodeSizes
-from monta_megatron.planner.curves import FINDS, Curve, Fit, HostCosts
+from monta_megatron.planner.cluster import FINDS, Cluster, Contention, HostCosts
+from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.traffic import Around, num_host_operations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A line through measured points.
+
+    Attributes:
+        alpha_us: time at 0 bytes.
+        rate: its slope.
+        largest_residual: the largest relative distance of a point from the line.
+    """
+
+    alpha_us: float
+    rate: Rate
+    largest_residual: float
 
 
 def fit(sizes_bytes: tuple[int, ...], times_us: tuple[float, ...]) -> Fit | None:
@@ -84,10 +99,11 @@ def _fault_of(curve: Curve) -> str | None:
     if max(falls) > MOST_FALL:
         size = curve.sizes_bytes[falls.index(max(falls)) + 1]
         return f"{max(falls):.0%} less time for more bytes, at {size:,}"
-    if curve.fit is None:
+    line = fit(curve.sizes_bytes, curve.times_us)
+    if line is None:
         return "times do not grow with size"
-    if curve.fit.largest_residual > MOST_OFF_LINE:
-        return f"off its line by {curve.fit.largest_residual:.0%}"
+    if line.largest_residual > MOST_OFF_LINE:
+        return f"off its line by {line.largest_residual:.0%}"
     return None
 
 
@@ -167,20 +183,18 @@ def make_cluster(
         ranks_per_node=machine.ranks_per_node,
         nics_per_node=machine.nics_per_node,
         ranks_per_host=machine.ranks_per_host,
-        kind="measured",
         source=machine.source,
-        launch=_launch(machine, points, launches_us, times_us),
+        host=_host(machine, points, launches_us, times_us),
         memory_gb_per_rank=machine.memory_gb_per_rank,
-        copies_block_host=machine.on_cpu,
-        fused_kernels=machine.fused_kernels,
+        policy="host" if machine.on_cpu else "fused" if machine.fused_kernels else "streams",
         curves=curves,
-        contention=tuple(_contention(machine, contenders, by_task) for contenders in pairs),
+        contention=tuple(_contention(contenders, by_task) for contenders in pairs),
         doubts=tuple(doubts_of(min(map(len, by_task.values())), curves)),
-        calibrated_node=NodeSizes(ranks=machine.ranks_per_node, nics=machine.nics_per_node),
+        calibrated_node=(machine.ranks_per_node, machine.nics_per_node),
     )
 
 
-def _launch(
+def _host(
     machine: Machine,
     points: Sequence[Point],
     launches_us: Mapping[str, float],
@@ -223,7 +237,6 @@ def _launch(
         first_collective_us=first(*COLLECTIVES),
         first_copy_us=first(*(BYTES_PER_ROW.keys() - FINDS)),
         first_find_us=first(*FINDS),
-        kind="measured",
         source=machine.source,
     )
 
@@ -282,17 +295,12 @@ def _curves(
                 group_size=first.group_size,
                 sizes_bytes=sizes,
                 times_us=times,
-                kind="measured",
-                source=machine.source,
-                fit=fit(sizes, times),
             )
         )
     return tuple(curves)
 
 
-def _contention(
-    machine: Machine, contenders: Contenders, by_task: Mapping[str, Sequence[Sample]]
-) -> Contention:
+def _contention(contenders: Contenders, by_task: Mapping[str, Sequence[Sample]]) -> Contention:
     """Takes the excess round by round, as times differ more between rounds than by the excess."""
 
     def excess(pair: Pair) -> float:
@@ -305,8 +313,6 @@ def _contention(
         pair=(contenders.long.first.point.resource, contenders.long.second.point.resource),
         factor=round(first, 3),
         factor_of_second=round(second, 3),
-        kind="measured",
-        source=f"{contenders.short.name}, {contenders.long.name}; {machine.source}",
     )
 
 

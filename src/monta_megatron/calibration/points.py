@@ -25,7 +25,7 @@ from monta_megatron.calibration.tasks import (
     Repeated,
 )
 from monta_megatron.chains.program import PricedOperation, Resource
-from monta_megatron.planner.curves import FINDS
+from monta_megatron.planner.cluster import FINDS
 from monta_megatron.planner.traffic import (
     COUNT_MAP_BYTES,
     FIND_PASSES,

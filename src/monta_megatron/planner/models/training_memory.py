@@ -2,9 +2,10 @@
 
 Weights, gradients and the distributed optimizer's state; of the fuller one of the first and the
 last pipeline stage the inputs of its layers for all micro-batches in the pipeline (the rest is
-recomputed) and the logits; and the exchange. Stages count as of the same size.
+recomputed) and the logits; and the exchange. Every stage counts as the largest.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,14 +80,14 @@ def training_memory(
         tokens: of a rank in a micro-batch.
         exchange_bytes: the most that an exchange holds.
     """
-    inputs = float(tokens * model.hidden_size * model.value_bytes * model.num_layers)
+    inputs = float(tokens * model.hidden_size * model.value_bytes * _of_stage(model, layout))
     vocabulary = Reader(model.arguments, model.name).size("vocab-size", 0, least=0)
     # [S * B / CP, V / TP] as they are, and in fp32 for the loss.
     logits = tokens * vocabulary * (model.value_bytes + 4)
     return TrainingMemory(
         state_bytes=state_bytes(model, layout),
-        # A stage has 1/pp of the layers; the first has pp micro-batches in flight, the last one.
-        activation_bytes=max(inputs, inputs / layout.pp + logits),
+        # The first stage has pp micro-batches in flight, the last has one.
+        activation_bytes=max(inputs * layout.pp, inputs + logits),
         exchange_bytes=exchange_bytes,
         available_bytes=cluster.memory_bytes_per_rank,
     )
@@ -106,7 +107,12 @@ def state_bytes(model: Model, layout: ParallelLayout) -> float | None:
         (model.num_parameters - experts, layout.tp),
         (experts, layout.ep * layout.etp),
     ):
-        on_rank = parameters / (parts * layout.pp)
+        on_rank = parameters / parts * _of_stage(model, layout) / model.num_layers
         data_parallel = layout.world_size / (parts * layout.pp)
         total += on_rank * (held + sharded / data_parallel)
     return total
+
+
+def _of_stage(model: Model, layout: ParallelLayout) -> int:
+    """Layers of the largest pipeline stage."""
+    return math.ceil(model.num_layers / layout.pp)

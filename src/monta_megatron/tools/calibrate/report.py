@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from monta_megatron.calibration.fitting import fit
 from monta_megatron.calibration.points import SIZE_FACTOR
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted, size_text
-from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import dump_measured
-from monta_megatron.planner.curves import Curve
+from monta_megatron.planner.cluster_file import dump_cluster
+from monta_megatron.planner.curves import RESOURCE_NAMES, Curve
 from monta_megatron.tools import pictures
 from monta_megatron.tools.calibrate.record import partial_of
 
@@ -46,7 +46,7 @@ class Calibration:
 
     def save(self) -> None:
         """Write the cluster file, and remove its samples."""
-        write_whole(self.out, dump_measured(self.cluster))
+        write_whole(self.out, dump_cluster(self.cluster))
         partial_of(self.out).unlink(missing_ok=True)
 
     def document(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Calibration:
 
 def lines(cluster: Cluster) -> list[str]:
     """The curves by their fits, AllToAll as nccl-tests shows it, launch times and contention."""
-    launch = cluster.launch
+    launch = cluster.host
     text = [
         cluster.name,
         f"{counted(cluster.ranks_per_node, 'rank')} and "
@@ -98,12 +98,11 @@ def lines(cluster: Cluster) -> list[str]:
 
 def cells(curve: Curve) -> list[object]:
     """The curve under `COLUMNS`."""
-    fit = curve.fit
-    line: Sequence[str | None] = (
-        [None] * 3
-        if fit is None
-        else [f"{fit.alpha_us:.0f}", f"{fit.rate.gbytes_per_s:.3f}", f"{fit.largest_residual:.0%}"]
-    )
+    found = fit(curve.sizes_bytes, curve.times_us)
+    line: Sequence[str | None] = [None] * 3
+    if found is not None:
+        rate, residual = f"{found.rate.gbytes_per_s:.3f}", f"{found.largest_residual:.0%}"
+        line = [f"{found.alpha_us:.0f}", rate, residual]
     ends = f"{size_text(curve.sizes_bytes[0])}, {size_text(curve.sizes_bytes[-1])}"
     return [curve.operation, curve.resource, curve.group_size, *line, ends]
 
@@ -128,7 +127,7 @@ def nccl_lines(cluster: Cluster) -> list[str]:
         rates = [f"{rate:.2f}" for rate in (algbw, algbw * (ranks - 1) / ranks)]
         rows.append([size, f"{time_us:.1f}", *rates])
     text = [table(NCCL_COLUMNS, rows, f"alltoall of {counted(ranks, 'rank')}")]
-    if cluster.copies_block_host:
+    if cluster.policy == "host":
         return text
     on_node = cluster.ranks_per_node
     test = f"alltoall_perf -b {sizes[0]} -e {sizes[-1]} -f {SIZE_FACTOR}"
@@ -179,8 +178,9 @@ def _draw(axis: Any, curve: Curve) -> None:
     if curve.resource != "memory":
         name = f"{curve.operation}, {counted(curve.group_size, 'rank')}"
     (points,) = axis.plot(curve.sizes_bytes, curve.times_us, "o", markersize=4, label=name)
-    if curve.fit is not None:
+    line = fit(curve.sizes_bytes, curve.times_us)
+    if line is not None:
         # A line, drawn on axes of logarithms.
         sizes = np.geomspace(curve.sizes_bytes[0], curve.sizes_bytes[-1], 101)
-        times = curve.fit.alpha_us + sizes * 1e-3 / curve.fit.rate.gbytes_per_s
+        times = line.alpha_us + sizes * 1e-3 / line.rate.gbytes_per_s
         axis.plot(sizes, times, "--", linewidth=1, color=points.get_color())

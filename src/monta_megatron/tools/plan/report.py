@@ -10,6 +10,7 @@ from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.core import Choice
 from monta_megatron.planner.benefit import IterationShare
+from monta_megatron.planner.curves import RESOURCE_NAMES
 from monta_megatron.planner.plan import Candidate, Plan
 from monta_megatron.planner.ranking import RankedLayout, best, cross_or_stay
 from monta_megatron.tools.plan.request import Planned
@@ -95,8 +96,9 @@ class PlanReport:
         if planned.benefit is not None:
             yield "benefit", planned.benefit.text
         yield "needs", planned.memory.text
-        yield "rates", "; ".join(map(str, plan.rates))
         yield from (("note", note) for note in plan.notes)
+        rates = (f"{RESOURCE_NAMES[of.resource]} {of.rate.in_both_units}" for of in plan.rates)
+        yield "rates", f"{', '.join(rates)}; their sources are in the cluster file"
 
 
 def _layout_table(ranking: Sequence[RankedLayout]) -> list[str]:
