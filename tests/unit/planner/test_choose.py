@@ -43,20 +43,20 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     def planner(
         prices: dict[str, Any] = PRICES, peaks: dict[Any, float] | None = None, **fields: Any
     ) -> Planner:
-        def price_chain(_: object, __: object, chain: Chain, num_chunks: int, *___: object) -> Any:
+        def price(_: object, __: object, chain: Chain, num_chunks: int, ___: object) -> Any:
             choice = h(num_chunks, chain=chain.name)
+            total_us = prices[chain.name][NUM_CHUNKS.index(num_chunks)]
             return SimpleNamespace(
                 chain=chain,
                 choice=choice,
-                name=choice.name,
-                total_us=prices[chain.name][NUM_CHUNKS.index(num_chunks)],
+                total_us=total_us,
                 peak_bytes=(peaks or {}).get((chain.name, num_chunks), 100.0),
-                work=choice,
-                plainness=(chain.name != "alltoall", len(chain.stages), num_chunks),
+                times=choice,
+                rank=(round(total_us, 1), chain.name != "alltoall", len(chain.stages), num_chunks),
                 busiest=lambda: ("network", 10.0),
             )
 
-        monkeypatch.setattr(select, "price_chain", price_chain)
+        monkeypatch.setattr(select, "price", price)
         fields = {"num_chunks": NUM_CHUNKS, "shape": shape_of(16), "cluster": CLUSTER} | fields
         return Planner(chains=tuple(CHAINS[name] for name in prices), **fields)
 
