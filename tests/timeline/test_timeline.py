@@ -287,7 +287,7 @@ def test_passes_end_to_end_by_hand() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["a.json", "--inter-rate-ratio", "2"], "--cluster: not given, must be with --inter-rate"),
+        (["a.json", "--ep", "2"], "--ep: got 2, must be left out with RECORDING"),
         ([*FLAGS, "--chain", "alltoall", "--num-chunks", "2"], "must be 1 for the serial chain"),
         ([*FLAGS, "--num-chunks", "2"], "--num-chunks: got 2, must be left out without --chain"),
         ([*FLAGS, "--experts", "8"], "--experts: got 8, must be left out with --model"),

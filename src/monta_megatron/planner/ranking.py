@@ -189,8 +189,6 @@ def routed_shapes(
     return shapes_of(model, layout, cluster.ranks_per_node, tokens, routings)
 
 
-# A ranking asks for every layout.
-@cache
 def routing_of(name: str, model: Model, num_nodes: int) -> Routing:
     """The routing of a name, see `planner.routing.drawn`, over so many nodes.
 
@@ -201,7 +199,11 @@ def routing_of(name: str, model: Model, num_nodes: int) -> Routing:
         return uniform_routing(model)
     experts, topk = model.num_experts, model.moe_router_topk
     if name == "skewed":
-        return skewed_routing(experts, topk)
+        return _skewed(experts, topk)
     rule = f"divide the {experts} experts evenly, for --routing {name}"
     require(experts % num_nodes == 0, "nodes of an exchange", num_nodes, rule)
     return expected_routing(name, experts, topk, num_nodes)
+
+
+# A ranking asks for every layout.
+_skewed = cache(skewed_routing)

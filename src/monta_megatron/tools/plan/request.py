@@ -18,6 +18,8 @@ from monta_megatron.planner.models.training_memory import TrainingMemory, traini
 from monta_megatron.planner.plan import Plan, slowest_plan, with_ranges
 from monta_megatron.planner.ranking import RankedLayout, rank_layouts, routed_shapes
 
+# An index of rows has 32 bits.
+MOST_TOKENS = 2**31 - 1
 SIZES = ("world_size", "tp", "ep", "etp", "cp", "pp")
 
 
@@ -121,6 +123,8 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
 
     # Step 3: the chain.
     shapes = routed_shapes(model, cluster, layout, request.tokens, routing)
+    rule = f"be at most {MOST_TOKENS:,} on a rank"
+    require(shapes[0].tokens_per_rank <= MOST_TOKENS, "tokens", shapes[0].tokens_per_rank, rule)
     plan, shape = slowest_plan(shapes, cluster, phase=phase, **settings)
     plan = with_ranges(plan, shape, cluster)
     tokens, peak_bytes = shape.tokens_per_rank, plan.chosen.peak_bytes or 0.0

@@ -87,10 +87,12 @@ class TrainingLog:
             while self._inside and key.start(1) <= self._inside[-1][0]:
                 self._inside.pop()
             is_read = self._names in PLACES or (key[1] == "data_parallel_size" and not self._inside)
+            if is_read and key[2] is None:
+                self.said.pop(key[1], None)
+            elif is_read:
+                self.said[key[1]] = key[2].strip().strip("'\"")
             if key[2] is None:
                 self._inside.append((key.start(1), key[1]))
-            if is_read:
-                self.said[key[1]] = (key[2] or "").strip().strip("'\"")
 
     @property
     def _names(self) -> tuple[str, ...]:
