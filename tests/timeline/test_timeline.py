@@ -243,7 +243,7 @@ def test_the_command_draws_what_the_planner_picks(
     document = json.loads(capsys.readouterr().out)
     assert main(["plan", *FLAGS, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert document["title"].startswith(f"{plan['chain']} in 2 chunks, predicted")
+    assert document["title"].startswith(f"{plan['chain']} in {plan['num_chunks']} chunks")
     # Stock alltoall above it, priced as the candidate of that name.
     (stock_us,) = (row["predicted_us"] for row in plan["candidates"] if row["chain"] == "alltoall")
     assert document["ratio_to_alltoall"] == pytest.approx(stock_us / plan["predicted_us"])
