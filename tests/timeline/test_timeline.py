@@ -78,9 +78,11 @@ def test_predicted_spans_are_those_of_the_schedule(
     }
     for task, times in zip(found.tasks, found.times, strict=True):
         work = found.works[task.work]
-        drawn = ran.pop((work.pass_name, work.stage, task.operation))
-        assert (drawn.chunk, drawn.resource) == (task.chunk, work.resource)
-        if work.resource != "host":
+        drawn = ran.pop((work.pass_name, work.stage, task.operation), None)
+        # The host is ahead of the other passes.
+        assert drawn is not None or (work.resource == "host" and work.pass_name != "dispatch")
+        if drawn is not None and work.resource != "host":
+            assert (drawn.chunk, drawn.resource) == (task.chunk, work.resource)
             assert (drawn.start_us, drawn.end_us) == (times.start_us, times.end_us)
     assert ran == {}
     assert max(span.end_us for span in track.spans) == pytest.approx(found.total_us)
@@ -95,7 +97,8 @@ def test_launches_take_the_host_one_at_a_time(predicted: Timeline) -> None:
         launch = by_key.get((ran.pass_name, ran.stage, ran.operation))
         if ran.resource != "host" and launch is not None:
             assert launch.end_us <= ran.start_us + 1e-6
-        assert launch is not None or ran.resource == "host"
+        # Launches ahead of a pass are not drawn.
+        assert launch is not None or ran.pass_name != "dispatch" or ran.resource == "host"
 
 
 # What happens, to which operation, and when.

@@ -245,6 +245,14 @@ def test_a_job_has_its_share_of_the_interfaces() -> None:
     )
 
 
+def test_a_cluster_of_single_ranks_needs_no_node_link() -> None:
+    whole = load_cluster("a100_hdr")
+    single = replace(whole, ranks_per_node=1, nics_per_node=1, node_link=None)
+    assert single.resources == ("inter", "memory")
+    with pytest.raises(ValueError, match="node_link: missing, must be given, or alltoall of it"):
+        replace(whole, node_link=None)
+
+
 def test_tensor_and_context_parallel_ranks_share_a_sequence() -> None:
     model = replace(load_model("mixtral_8x7b"), seq_length=4096, micro_batch_size=3)
     layout = ParallelLayout(world_size=16, tp=2, cp=4)
