@@ -133,7 +133,7 @@ class Measured:
     hidden_by: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class IterationShare:
     """The predicted exchange in a measured iteration.
 
@@ -167,13 +167,10 @@ def share_of(
     rule = "be beside --global-batch-size, which says how many exchanges an iteration has"
     require(times is not None, "--iteration-ms", f"{time_ms:g}", rule)
     ran = benefit.chain if measured.ran == "auto" else measured.ran
-    ran_us = best_us.get(ran)
-    text = f"{time_ms:,.0f} ms by {ran}, "
+    ran_us, text = best_us.get(ran), f"{time_ms:,.0f} ms by {ran}, "
     if ran_us is None or times is None:
         text += "whose exchange has no price here; `monta compare` measures it"
-        return IterationShare(
-            iteration_ms=time_ms, exchange_share=None, saved_share=None, text=text
-        )
+        return IterationShare(time_ms, None, None, text)
     has_choice = measured.is_ours and ran == benefit.chain
     without_us = benefit.alltoall_us if has_choice else ran_us
     saved_ms = (without_us - benefit.chosen_us) * times / 1e3
@@ -187,6 +184,4 @@ def share_of(
         against = "against plain alltoall" if has_choice else "of it"
         text += f"; this choice saves {at_least}{saved_share:.0%} {against}"
         text += f", less as {name} hides a part already" if (name := measured.hidden_by) else ""
-    return IterationShare(
-        iteration_ms=time_ms, exchange_share=exchange_share, saved_share=saved_share, text=text
-    )
+    return IterationShare(time_ms, exchange_share, saved_share, text)

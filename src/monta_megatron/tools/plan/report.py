@@ -1,7 +1,7 @@
 """Plans and rankings as JSON, and as text of at most 25 lines of 100 columns."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,21 @@ from monta_megatron.core import Choice
 from monta_megatron.planner.benefit import IterationShare
 from monta_megatron.planner.curves import RESOURCE_NAMES
 from monta_megatron.planner.plan import Candidate, Plan
-from monta_megatron.planner.ranking import RankedLayout, best, cross_or_stay
+from monta_megatron.planner.ranking import best, cross_or_stay
 from monta_megatron.tools.plan.request import Planned
 
 WIDTH, MOST_LINES, MOST_LAYOUTS = 100, 25, 8
-CHAINS = ("chain", ">chunks", ">us", ">inter", ">intra", ">peak", "why not")
-LAYOUTS = (">nodes", ">PP", ">TP", ">EP", ">ETP", ">tokens", "chain", ">chunks", ">us/1k", ">peak")
 _WRAPPER = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False)
-STAGES = ("pass", "stage", "occupies", ">us alone", ">inter", ">intra")
+# Heading of a column -> attribute.
+BYTES = {">inter": "inter_bytes", ">intra": "intra_bytes"}
+CHAIN = {"chain": "chain", ">chunks": "num_chunks"}
+CHAINS = {**CHAIN, ">us": "predicted_us", **BYTES, ">peak": "peak_bytes", "why not": "rejected"}
+STAGES = {"pass": "pass_name", "stage": "stage", "occupies": "resource", ">us alone": "alone_us"}
+LAYOUTS = {
+    **{">nodes": "num_nodes", ">PP": "pp", ">TP": "tp", ">EP": "ep", ">ETP": "etp"},
+    **{">tokens": "tokens", **CHAIN, ">us/1k": "us_per_1k_tokens"},
+    **{">peak": "peak_bytes", ">needs": "needed_bytes"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +63,14 @@ class PlanReport:
         planned, ranking = self.planned, self.planned.ranking
         ranks = counted(planned.layout.world_size, "rank")
         lines = [f"{planned.model.name} on {planned.cluster.name}, {ranks}", ""]
-        rows = _chain_table(planned.plan) if ranking is None else _layout_table(ranking)
+        if ranking is None:
+            rows = _table(CHAINS, shown_candidates(planned.plan).values())
+        else:
+            first = [best(ranking, in_node=True), best(ranking, in_node=False)]
+            first = [layout for layout in first if layout is not None]
+            others = [layout for layout in ranking if layout not in first]
+            rows = _table(LAYOUTS, [*first, *others][:MOST_LAYOUTS])
+            rows.append(f"{len(ranking)} layouts fit; all of them with --json")
         fields = list(self._fields())
         room = MOST_LINES - len(lines) - len(rows) - 1
         for position, (name, text) in enumerate(fields):
@@ -67,7 +81,7 @@ class PlanReport:
             lines, room = [*lines, *field], room - len(field)
         lines += ["", *rows]
         if self.with_stages:
-            lines += ["", _stage_table(planned.plan)]
+            lines += ["", *_table({**STAGES, **BYTES}, planned.plan.stages)]
         return "\n".join(lines)
 
     def _fields(self) -> Iterator[tuple[str, str]]:
@@ -101,25 +115,6 @@ class PlanReport:
         yield "rates", f"{', '.join(rates)}; their sources are in the cluster file"
 
 
-def _layout_table(ranking: Sequence[RankedLayout]) -> list[str]:
-    """The best in a node and the best across, then the others."""
-    first = [each for each in (best(ranking, True), best(ranking, False)) if each is not None]
-    shown = [*first, *(layout for layout in ranking if layout not in first)]
-    rows = [
-        (
-            *(layout.num_nodes, layout.pp, layout.tp, layout.ep, layout.etp),
-            *(f"{layout.tokens:,}", layout.chain, layout.num_chunks),
-            f"{layout.us_per_1k_tokens:,.0f}",
-            *(size_text(layout.peak_bytes), size_text(layout.needed_bytes)),
-        )
-        for layout in shown[:MOST_LAYOUTS]
-    ]
-    lines = table((*LAYOUTS, ">needs"), rows).splitlines()
-    if len(shown) > MOST_LAYOUTS:
-        lines.append(f"and {len(shown) - MOST_LAYOUTS} more with --json")
-    return lines
-
-
 def shown_candidates(plan: Plan) -> dict[str, Candidate]:
     """The choice, and the fastest number of chunks of every other chain, in order."""
     candidates: dict[str, Candidate] = {}
@@ -129,30 +124,18 @@ def shown_candidates(plan: Plan) -> dict[str, Candidate]:
     return candidates
 
 
-def _chain_table(plan: Plan) -> list[str]:
-    """A row for each chain, and why it was not chosen, as far as a line holds it."""
-    rows = [
-        (
-            *(entry.chain, entry.num_chunks),
-            None if entry.predicted_us is None else f"{entry.predicted_us:,.0f}",
-            *map(size_text, (entry.inter_bytes, entry.intra_bytes, entry.peak_bytes)),
-            entry.rejected or "chosen",
-        )
-        for entry in shown_candidates(plan).values()
-    ]
-    lines = table(CHAINS, rows).splitlines()
+def _table(columns: Mapping[str, str], entries: Iterable[object]) -> list[str]:
+    """Lines of a table of attributes, as far as a line holds them."""
+
+    def cell(entry: object, name: str) -> object:
+        value = getattr(entry, name)
+        if name.endswith("_bytes"):
+            return size_text(value)
+        return value if value is None or isinstance(value, str) else f"{value:,.0f}"
+
+    rows = [[cell(entry, name) for name in columns.values()] for entry in entries]
+    lines = table(tuple(columns), rows).splitlines()
     return [line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines]
-
-
-def _stage_table(plan: Plan) -> str:
-    rows = [
-        (
-            *(stage.pass_name, stage.stage, stage.resource, f"{stage.alone_us:,.0f}"),
-            *map(size_text, (stage.inter_bytes, stage.intra_bytes)),
-        )
-        for stage in plan.stages
-    ]
-    return table(STAGES, rows)
 
 
 def _standing(plan: Plan, chain: str) -> str:

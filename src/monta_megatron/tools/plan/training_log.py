@@ -16,6 +16,7 @@ from monta_megatron.common.rules import require
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.benefit import Measured
 from monta_megatron.planner.models.model import Reader, model_of
+from monta_megatron.tools.launch.arguments import DISPATCHER, PARALLEL_ARGUMENTS
 from monta_megatron.tools.launch.log import ITERATION, TIME_MS, not_repeated
 from monta_megatron.tools.plan.request import PlanRequest
 
@@ -35,11 +36,7 @@ PLACES = (("model",), ("model", "transformer"), ("train",))
 UNSET = ("None", "null", "False", "false", "")
 # Fields of a request.
 SIZES = {
-    "tp": "tensor-model-parallel-size",
-    "ep": "expert-model-parallel-size",
-    "etp": "expert-tensor-parallel-size",
-    "cp": "context-parallel-size",
-    "pp": "pipeline-model-parallel-size",
+    **PARALLEL_ARGUMENTS,
     "world_size": "world-size",
     "ranks_per_node": "moe-monta-ranks-per-node",
     "global_batch_size": "global-batch-size",
@@ -145,9 +142,11 @@ class TrainingLog:
     def measured(self) -> Measured:
         """The median iteration without the first tenth, in which everything starts."""
         read, times_ms = Reader(self.arguments, self.file), self.times_ms
-        ran = str(read.value("moe-token-dispatcher-type") or "allgather")
+        ran, overlap = (
+            str(read.value(DISPATCHER) or "allgather"),
+            "overlap-moe-expert-parallel-comm",
+        )
         is_ours = ran == DISPATCHER_TYPE
-        overlap = "overlap-moe-expert-parallel-comm"
         return Measured(
             iteration_ms=median(times_ms[max(1, len(times_ms) // 10) :] or times_ms),
             ran=str(read.value("moe-monta-chain") or AUTO) if is_ours else ran,
