@@ -260,7 +260,9 @@ def _router(flat: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
         router |= {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
     else:
         router["moe-router-score-function"] = "softmax" if scores == "softmax" else False
-        router["moe-router-pre-softmax"] = flat.get("norm_topk_prob") is False
+        # Megatron demands it of top-1.
+        is_top_1 = told.get("moe-router-topk") == 1
+        router["moe-router-pre-softmax"] = is_top_1 or flat.get("norm_topk_prob") is False
     if told.get("moe-router-topk-scaling-factor") == 1:
         router["moe-router-topk-scaling-factor"] = False
     if told.get("moe-router-num-groups") in (None, 1) or method == "greedy":
