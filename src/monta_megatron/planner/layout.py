@@ -78,6 +78,12 @@ class ParallelLayout:
                 f"pp: got {self.pp}, must be at most num-layers of {model.name} "
                 f"({model.num_layers})"
             )
+        if uneven_stages(model, self.pp) is None:
+            return (
+                f"pp: got {self.pp}, must leave some of the {model.num_layers} layers of "
+                f"{model.name} to the last stage, or the model file must split them by "
+                "pipeline-model-parallel-layout"
+            )
         # Sequence parallelism divides the sequence; context parallelism gives each rank two pieces.
         parts = self.tp * self.cp * (2 if self.cp > 1 else 1)
         if model.seq_length % parts != 0:
@@ -216,6 +222,24 @@ def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iterat
 
 # Arguments that name the layers of each stage, in a language of their own.
 WRITTEN_OUT = ("pipeline-model-parallel-layout", *HYBRID_PATTERNS)
+ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+SLOTS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+
+
+def uneven_stages(model: Model, pp: int) -> dict[str, int] | None:
+    """Megatron's argument for a shorter last stage where stages cannot be even.
+
+    Hand-worked: 61 layers on 8 stages are 7 x 8 and a last of 5.
+
+    Returns:
+        Nothing where stages are even, or the model's arguments split its layers; None where no
+        layers would be left for the last stage.
+    """
+    read = Reader(model.arguments, model.name)
+    if model.num_layers % pp == 0 or any(map(read.value, (*WRITTEN_OUT, *ENDS, *SLOTS))):
+        return {}
+    left = model.num_layers - math.ceil(model.num_layers / pp) * (pp - 1)
+    return {ENDS[1]: left} if left > 0 else None
 
 
 def stages_of_layers(model: Model, pp: int) -> list[int] | None:
@@ -232,21 +256,16 @@ def stages_of_layers(model: Model, pp: int) -> list[int] | None:
     """
     if pp == 1:
         return [0] * model.num_layers
-    read = Reader(model.arguments, model.name)
+    read = Reader({**model.arguments, **(uneven_stages(model, pp) or {})}, model.name)
     if any(read.value(name) is not None for name in WRITTEN_OUT):
         return None
 
     # Step 1: layers of every stage.
-    embedding, loss = (
-        read.flag(f"account-for-{part}-in-pipeline-split") for part in ("embedding", "loss")
-    )
+    embedding, loss = map(read.flag, SLOTS)
     num_slots = model.num_layers + embedding + loss
     given = {
         stage: read.size(name, least=0)
-        for stage, name in (
-            (0, "decoder-first-pipeline-num-layers"),
-            (pp - 1, "decoder-last-pipeline-num-layers"),
-        )
+        for stage, name in ((0, ENDS[0]), (pp - 1, ENDS[1]))
         if read.value(name) is not None
     }
     rest, num_even = num_slots - sum(given.values()), pp - len(given)
