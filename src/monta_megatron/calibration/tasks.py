@@ -1,160 +1,202 @@
-"""Tasks of a calibration: single operations, pairs of them, and host work. No torch.
+"""What a calibration times: operations of several sizes, pairs of them, host work. No torch.
 
-A point is one operation at one size, by all ranks at once, as in a real exchange: every rail at
-the same time, every node at the same time. A pair is two points that run at once.
+Groups with d ranks on each of N nodes of R ranks, for d = 1, 2, 4, ... and R:
+
+    inter   N x d ranks: rails at d = 1, all ranks at d = R, in between the EP groups where expert
+            tensor parallelism inside the node is R / d
+    intra   d consecutive ranks of a node: the node at d = R, below that ETP groups
+
+All groups of a kind work at once, as in an exchange: every rail, every node.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from enum import Enum
+from itertools import combinations
+from typing import NamedTuple, TypeAlias
 
-from monta_megatron.chains.program import LINKS, PricedOperation, Resource
-
-Collective: TypeAlias = Literal["alltoall", "allgather"]
+from monta_megatron.chains.program import COLLECTIVES, PricedOperation, Resource
+from monta_megatron.planner.traffic import FIND_PASSES, FIND_VALUE_BYTES, find_bytes
 
 # A message is made of rows of this size, so that it can be split for any number of peers.
 MESSAGE_ROW_BYTES = 16
-# The rows of operations in memory, and the expert ids that come with them.
-HIDDEN_ROW_BYTES = 4096
-NUM_EXPERTS = 64
-TOPK = 8
-# Copies of a row that a sum adds up.
-NUM_COPIES = 2
+# Rows of operations in memory, the experts of each, and its copies.
+HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK, NUM_COPIES = 4096, 64, 8, 4
+
+# Sizes per rank, up to those of real exchanges; far apart, and no powers of two, as sizes of real
+# exchanges hardly ever are.
+FIRST_BYTES: dict[Resource, int] = {"inter": 5 << 10, "intra": 5 << 10, "memory": 20 << 10}
+LAST_BYTES: dict[str, dict[Resource, int]] = {
+    "cpu": {"inter": 5 << 20, "intra": 20 << 20, "memory": 80 << 20},
+    "cuda": {"inter": 320 << 20, "intra": 320 << 20, "memory": 1280 << 20},
+}
+# Of expert ids, which are few.
+LAST_BYTES_OF_FIND = 20 << 20
+SIZE_FACTOR = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One operation at one size.
+    """One operation of one size.
 
     Attributes:
         operation: its name.
-        resource: what the bytes go through.
+        resource: the resource through which the bytes go.
         group_size: ranks that take part; 1 for operations in memory.
-        ranks_on_node: how many of them are on each node.
         num_rows: rows to every peer, or in memory.
-        num_bytes: bytes per rank that it sends through it, or that it reads and writes.
+        row_bytes: bytes through the resource for each of them: of a rank's messages to all peers
+            there, or read and written.
     """
 
     operation: PricedOperation
     resource: Resource
     group_size: int
-    ranks_on_node: int
     num_rows: int
-    num_bytes: int
+    row_bytes: int
 
     @property
-    def name(self) -> str:
-        """The name that it is recorded under."""
-        return f"{self.operation} {self.resource} {self.group_size} {self.num_bytes}"
+    def num_bytes(self) -> int:
+        """Bytes that leave each rank through the resource, or that it reads and writes."""
+        return self.num_rows * self.row_bytes
 
     @property
-    def name_of_first(self) -> str:
-        """The name for the first of several runs in a row, where that is recorded separately."""
-        return f"{self.name}, first"
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether other ranks take part."""
-        return self.resource in LINKS
-
-    @property
-    def curve(self) -> tuple[str, str, int]:
+    def curve(self) -> tuple[Resource, PricedOperation, int]:
         """Fields shared by all points of a curve."""
         return self.resource, self.operation, self.group_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repeated:
-    """An operation several times in a row: half of a pair, timed by itself.
+class HostWork(Enum):
+    """Host work around the stages of an exchange, on a handful of rows."""
+
+    COUNTS = "reading counts and binding a chain"
+    PASSES = "four passes of a rank with itself, in one chunk"
+    CHUNKED_PASSES = "the same, in several chunks"
+
+
+NUM_PASS_CHUNKS = 8
+# Stages of each of these passes.
+NUM_PASS_STAGES = 4
+
+Task: TypeAlias = Point | HostWork
+
+
+class Sample(NamedTuple):
+    """Times of one run of a task.
 
     Attributes:
-        point: the operation.
-        repeats: how often.
-        other: the resource of the pair's other half.
+        us: from the start to the result.
+        launch_us: the part of it until the host was free again.
     """
 
-    point: Point
-    repeats: int
-    other: Resource
-
-    @property
-    def name(self) -> str:
-        """The name that it is recorded under."""
-        return f"{self.repeats} x {self.point.name}, without {self.other}"
+    us: float
+    launch_us: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """A collective, while an operation on another resource runs several times.
+class Pair(NamedTuple):
+    """A collective beside an operation on another resource.
 
     Attributes:
         first: the collective.
         second: the other operation.
+        repeats: how many times the second runs beside one run of the first.
     """
 
-    first: Repeated
-    second: Repeated
-
-    @property
-    def name(self) -> str:
-        """The name that it is recorded under."""
-        first, second = self.first, self.second
-        return f"{first.point.name} beside {second.repeats} x {second.point.name}"
+    first: Point
+    second: Point
+    repeats: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contenders:
-    """Two pairs of the same operations, which show by how much each slows the other.
+def node_parts(ranks_per_node: int) -> list[int]:
+    """Ranks of a node in one group: powers of two that divide R, and R; 12 -> [1, 2, 4, 12]."""
+    powers = (1 << power for power in range(ranks_per_node.bit_length()))
+    return sorted({ranks_per_node, *(part for part in powers if ranks_per_node % part == 0)})
 
-    Attributes:
-        short: the pair whose second operation ends long before the first.
-        long: the pair whose second operation goes on long after the first.
+
+def points_of(num_nodes: int, ranks_per_node: int, device: str, fused: bool) -> list[Point]:
+    """All points of a cluster, curve by curve in ascending sizes.
+
+    Args:
+        num_nodes: N.
+        ranks_per_node: R.
+        device: type of the ranks' devices.
+        fused: Triton kernels copy and sum rows, not PyTorch's operations.
     """
+    # Operation, resource, ranks of a group, bytes of a row.
+    curves: list[tuple[PricedOperation, Resource, int, int]] = [
+        (operation, "memory", 1, row_bytes) for operation, row_bytes in bytes_per_row(fused).items()
+    ]
+    for part in node_parts(ranks_per_node):
+        if part > 1:
+            row_bytes = (part - 1) * MESSAGE_ROW_BYTES
+            curves += [(operation, "intra", part, row_bytes) for operation in COLLECTIVES]
+        if num_nodes > 1:
+            row_bytes = (num_nodes - 1) * part * MESSAGE_ROW_BYTES
+            curves.append(("alltoall", "inter", num_nodes * part, row_bytes))
+    if num_nodes > 1:
+        # Only the chain `allgather` gathers across nodes, and it does so from all ranks.
+        curves.append(("allgather", *curves[-1][1:]))
+    points = []
+    for operation, resource, group_size, row_bytes in curves:
+        num_bytes = FIRST_BYTES[resource]
+        most = LAST_BYTES_OF_FIND if operation == "find" else LAST_BYTES[device][resource]
+        while num_bytes <= most:
+            points.append(
+                Point(
+                    operation=operation,
+                    resource=resource,
+                    group_size=group_size,
+                    num_rows=max(round(num_bytes / row_bytes), 1),
+                    row_bytes=row_bytes,
+                )
+            )
+            num_bytes *= SIZE_FACTOR
+    return points
 
-    short: Pair
-    long: Pair
 
-    @property
-    def tasks(self) -> tuple["Task", ...]:
-        """Timed tasks: each alone and both together, right after each other in every round."""
-        pairs = [(pair.second, pair) for pair in (self.short, self.long)]
-        # Where even one run of the second operation takes too long, both pairs are the same.
-        return tuple(dict.fromkeys([self.short.first, *pairs[0], *pairs[1]]))
+def bytes_per_row(fused: bool) -> dict[PricedOperation, int]:
+    """Bytes read and written per row of each operation in memory, as `planner.traffic` counts."""
+    found = FIND_PASSES["find"] * FIND_VALUE_BYTES * TOPK
+    return {
+        "copy": 2 * HIDDEN_ROW_BYTES,
+        "sum": (NUM_COPIES + 1) * HIDDEN_ROW_BYTES,
+        "find": int(find_bytes(TOPK, 1.0, NUM_COPIES)) if fused else found,
+    }
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostWork:
-    """Host work around the stages of an exchange: no collective, a handful of rows.
+# The most that a pair's collective takes; the other operation takes this many times less or more.
+PAIR_US, SHORTER = 60_000.0, 2
 
-    Attributes:
-        name: the name that it is recorded under.
+
+def choose_pairs(times_us: Mapping[Point, float]) -> list[tuple[Pair, Pair]]:
+    """Pairs of operations that chains run at once: rails, gathers of a node, copies.
+
+    Args:
+        times_us: of each point.
+
+    Returns:
+        For each two of them that the cluster has, a pair whose second operation ends long before
+        the first and one in which it goes on long after it.
     """
+    halves: tuple[tuple[Resource, PricedOperation, Callable[..., int]], ...] = (
+        ("inter", "alltoall", min),
+        ("intra", "allgather", max),
+        ("memory", "copy", max),
+    )
+    curves = []
+    for resource, operation, choose in halves:
+        points = [point for point in times_us if point.curve[:2] == (resource, operation)]
+        size = choose((point.group_size for point in points), default=0)
+        curves.append([point for point in points if point.group_size == size])
 
-    name: str
+    def largest(points: Sequence[Point], most_us: float) -> Point:
+        fitting = [point for point in points if times_us[point] <= most_us]
+        return max(fitting, key=lambda point: point.num_bytes) if fitting else points[0]
 
-
-# Reading counts and binding, for an exchange of all ranks; once per dispatch.
-COUNTS = HostWork(name="host counts")
-# The four passes, by executor and autograd, of a rank with itself: in one chunk, and in several.
-PASSES = HostWork(name="host passes")
-NUM_PASS_CHUNKS = 8
-PASSES_IN_CHUNKS = HostWork(name=f"host passes, {NUM_PASS_CHUNKS} chunks")
-HOST_WORK = (COUNTS, PASSES, PASSES_IN_CHUNKS)
-# Number of stages in each of these passes.
-NUM_PASS_STAGES = 4
-
-Task: TypeAlias = Point | Repeated | Pair | HostWork
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One run of one task: times of the slowest rank, or, where cores are shared, of a core.
-
-    Attributes:
-        task: its name.
-        us: from the start to the result; see `calibration.timer` for shared cores.
-        launch_us: the part of it until the host was free again.
-    """
-
-    task: str
-    us: float
-    launch_us: float
+    pairs = []
+    for firsts, seconds in combinations(filter(None, curves), 2):
+        first = largest(firsts, PAIR_US)
+        second = largest(seconds, times_us[first] / 4)
+        ratio = times_us[first] / times_us[second]
+        short, long = (max(round(ratio * times), 1) for times in (1 / SHORTER, SHORTER))
+        pairs.append((Pair(first, second, short), Pair(first, second, long)))
+    return pairs
