@@ -200,6 +200,18 @@ class StageTraffic:
     message_bytes: tuple[int, ...] = (1,)
     messages_overlap: bool = False
 
+    def sent_bytes(self, resource: Resource, num_represented: Sequence[int]) -> float:
+        """Bytes that leave ranks for others.
+
+        Args:
+            resource: "inter" or "intra".
+            num_represented: [S] how many ranks each of the priced ones stands for.
+        """
+        if resource not in self.moved:
+            return 0.0
+        sent: float = (self.moved[resource].num_bytes[0].sum(axis=1) @ num_represented).item()
+        return sent
+
 
 @dataclass(frozen=True, kw_only=True)
 class PassTraffic:

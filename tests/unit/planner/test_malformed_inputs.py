@@ -103,7 +103,7 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
         "cluster",
         ("links", 0, "rate"),
         "2 TB/s",
-        ["links: the network has 2,000 GB/s (16,000 Gb/s)"],
+        ["at least rate, 2,000 GB/s (16,000 Gb/s)"],
     ),
     (
         "cluster",

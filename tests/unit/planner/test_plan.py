@@ -318,8 +318,6 @@ def test_a_collective_on_two_resources_takes_the_slower_time(
             link("intra", 0.0, intra_gbytes_per_s),
             link("memory", 0.0, 1e6),
         ),
-        nic_faster_than_800_gbit=True,
-        network_faster_than_node_link=True,
     )
     price = price_chain(shape_of(16, tokens=1024), cluster, CHAINS["alltoall"], 1, "forward")
     (exchange,) = (work for work in price.passes[1].pipeline if work.stage == "alltoall")
@@ -479,7 +477,6 @@ def test_messages_of_cpu_ranks_start_together_only_between_nodes(
         launch=LAUNCH,
         copies_block_host=True,
         links=tuple(link(resource, 5.0, 1e9) for resource in ("inter", "intra", "memory")),
-        nic_faster_than_800_gbit=True,
     )
     shape = shape_of(4, ranks_per_node=ranks_per_node)
     price = price_chain(shape, cluster, CHAINS["alltoall"], 1, "forward")

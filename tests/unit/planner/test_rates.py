@@ -9,7 +9,7 @@ from clusters import CONFIGS, document, link, preset, shape_of
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, Link
-from monta_megatron.planner.cluster_file import with_inter_rate
+from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.plan import plan
 
@@ -55,17 +55,26 @@ def link_without_ends(one: Link) -> Link:
     return replace(one, conservative_rate=None, optimistic_rate=None)
 
 
-def test_a_nic_above_800_gigabits_is_asked_for_twice() -> None:
-    links = tuple(
-        replace(link_without_ends(each), rate=Rate(200.0)) if each.resource == "inter" else each
-        for each in A800.links
-    )
-    # 4 interfaces for 8 ranks: each rank's share is below the node link's 200 GB/s.
-    with pytest.raises(
-        ValueError, match=r"200 GB/s \(1,600 Gb/s\) .* at most 100 GB/s \(800 Gb/s\)"
-    ):
-        replace(A800, links=links)
-    replace(A800, links=links, nic_faster_than_800_gbit=True)
+@pytest.mark.parametrize(
+    ("rates", "nics", "message"),
+    [
+        # 4 interfaces for 8 ranks: each rank's share is below the node link's rate.
+        ((200.0, 450.0), 4, r"200 GB/s \(1,600 Gb/s\) .* at most 100 GB/s \(800 Gb/s\)"),
+        ((100.0, 50.0), 8, r"the network has 100 GB/s \(800 Gb/s\) for each rank"),
+        ((100.0, 50.0), 4, None),
+    ],
+)
+def test_bits_taken_for_bytes_are_refused_in_a_file(
+    rates: tuple[float, float], nics: int, message: str | None, tmp_path: Path
+) -> None:
+    links = (link("inter", 1.0, rates[0]), link("intra", 1.0, rates[1]), link("memory", 1.0, 1e3))
+    path = tmp_path / "cluster.yaml"
+    path.write_text(strict_yaml.dump(replace(A800, nics_per_node=nics, links=links)))
+    if message is None:
+        load_cluster(path)
+        return
+    with pytest.raises(ValueError, match=message):
+        load_cluster(path)
 
 
 def test_100_gigabits_are_an_eighth_of_100_gigabytes(tmp_path: Path) -> None:
@@ -106,16 +115,6 @@ def test_a_measured_rate_is_that_of_the_largest_size() -> None:
     network, *_ = plan(shape_of(16), replace(A800, curves=(curve,))).rates
     assert network.rate == Rate(2.0)
     assert network.basis == "per rank in alltoall of 8 ranks at 2,000,000 bytes, measured"
-
-
-def test_a_network_faster_than_the_node_link_has_to_be_said() -> None:
-    links = (link("inter", 1.0, 100.0), link("intra", 1.0, 50.0), link("memory", 1.0, 1000.0))
-    with pytest.raises(ValueError, match=r"the network has 100 GB/s \(800 Gb/s\) for each rank"):
-        replace(A800, links=links)
-    said = replace(A800, links=links, network_faster_than_node_link=True)
-    assert said.time_us("alltoall", "inter", 1e6).us == pytest.approx(11)
-    # 4 NICs for 8 ranks: 50 GB/s for each.
-    assert replace(A800, links=links, nics_per_node=4).nics_per_node == 4
 
 
 def test_a_ratio_may_ask_for_a_network_faster_than_the_node_link() -> None:

@@ -7,7 +7,7 @@ from monta_megatron.common.tables import WIDTH, table
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.core import Choice
 from monta_megatron.planner.benefit import Benefit
-from monta_megatron.planner.chain_price import RESOURCE_NAMES
+from monta_megatron.planner.curves import RESOURCE_NAMES
 from monta_megatron.planner.models.training_memory import TrainingMemory
 from monta_megatron.planner.plan import Candidate, Plan, StageCost
 from monta_megatron.tools.plan.iteration import IterationShare
@@ -141,10 +141,9 @@ def shown_candidates(plan: Plan) -> list[Candidate]:
     by_chain: dict[str, list[Candidate]] = {}
     for entry in plan.candidates:
         by_chain.setdefault(entry.chain, []).append(entry)
-    # The choice, else the fastest of those that are not the same as another chain.
+    # The choice, else the fastest.
     shown = [
-        min(entries, key=lambda entry: (entry.rejected is not None, entry.same_as is not None))
-        for entries in by_chain.values()
+        min(entries, key=lambda entry: entry.rejected is not None) for entries in by_chain.values()
     ]
     return sorted(shown, key=plan.candidates.index)
 

@@ -265,8 +265,8 @@ def candidate_of(
         alone = plan_request(request, inputs, chains=(chain,), num_chunks=(num_chunks,))[0]
         reason = f"the planner considers {', '.join(map(str, sorted(considered)))} chunks"
         of_chain = [replace(alone.candidates[0], rejected=reason)]
-    # The choice, else the fastest of those that are not the same as another chain.
-    return min(of_chain, key=lambda entry: (entry.rejected is not None, entry.same_as is not None))
+    # The choice, else the fastest.
+    return min(of_chain, key=lambda entry: entry.rejected is not None)
 
 
 def _shapes(

@@ -21,7 +21,6 @@ from monta_megatron.common.tables import WIDTH
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.select import NUM_CHUNKS, num_exchanged_counts
 from monta_megatron.tools import pictures
 from monta_megatron.tools.plan.report import PHASES
 from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, plan_request
@@ -235,14 +234,11 @@ def of_prediction(
     """
     cluster, layout = inputs.cluster, inputs.layout
     settings: dict[str, Any] = {}
-    num_counts = None
     if given is not None:
         settings |= {"chains": (given[0].name,), "num_chunks": (given[1],)}
     plan, shape, memory = plan_request(request, inputs, **settings)
     chain = CHAINS[plan.chain]
-    if given is None:
-        num_counts = num_exchanged_counts(shape, CHAINS, NUM_CHUNKS)
-    ours = predict(shape, cluster, chain, plan.num_chunks, request.phase, num_counts)
+    ours = predict(shape, cluster, chain, plan.num_chunks, request.phase)
     where = f"{inputs.model.name} on {cluster.name}"
     sizes = (
         f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}, PP {layout.pp} on "
@@ -250,7 +246,7 @@ def of_prediction(
     )
     comparison = None
     if chain is not ALLTOALL and not is_alone:
-        stock = predict(shape, cluster, ALLTOALL, 1, request.phase, num_counts)
+        stock = predict(shape, cluster, ALLTOALL, 1, request.phase)
         about = (f"predicted: {where}", f"{sizes}; {PHASES[request.phase]}")
         comparison = Comparison(stock=stock, ours=ours, about=about)
     return Drawing(
