@@ -1,8 +1,8 @@
 """`monta calibrate` on one rank: its groups, the measurement, the cluster and the report."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import chain
 from typing import Any
@@ -12,50 +12,36 @@ import torch.distributed as dist
 
 from monta_megatron.calibration.fit import fit_contention, fit_curves, fit_host_costs
 from monta_megatron.calibration.operations import starter_of
-from monta_megatron.calibration.tasks import HostWork, choose_pairs, node_parts, points_of
+from monta_megatron.calibration.tasks import (
+    CHUNKED_PASSES,
+    PASSES,
+    choose_pairs,
+    etp_sizes,
+    points_of,
+)
 from monta_megatron.calibration.timer import Timer
 from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.nodes import BOOT_ID
-from monta_megatron.common.rules import require
 from monta_megatron.common.tables import Progress, table
 from monta_megatron.common.units import counted
+from monta_megatron.core import GroupName, Layout
 from monta_megatron.exchange.collectives import (
     PeerGroup,
     find_nodes,
     gather_objects,
     nccl_settings,
     new_local_group,
+    peer_group,
 )
 from monta_megatron.exchange.kernel_choice import agreed_kernels
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCE_NAMES, Curve
 
-# Those of a size, as nccl-tests heads them.
-COLUMNS = ("operation", "link", ">ranks", "CTAs", ">size (B)", ">time (us)", ">algbw (GB/s)")
-COLUMNS += (">busbw (GB/s)",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationSettings:
-    """Settings of a calibration.
-
-    Attributes:
-        begin_s: when the command began, by `time.perf_counter`.
-        budget_s: for how long it may run.
-        name: name of the cluster; None for its hardware and shape.
-        hardware: what the ranks run on; None for the name of the GPU.
-        ranks_per_node: ranks joined by the node link; None where the launcher knows.
-        nics_per_node: network interfaces of a node; None on a single node.
-    """
-
-    begin_s: float
-    budget_s: float
-    name: str | None = None
-    hardware: str | None = None
-    ranks_per_node: int | None = None
-    nics_per_node: int | None = None
+# The columns of nccl-tests.
+NCCL_TESTS = ("size (B)", "time (us)", "algbw (GB/s)", "busbw (GB/s)")
+COLUMNS = "operation", "link", ">ranks", *(f">{name}" for name in NCCL_TESTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,44 +51,33 @@ class Calibration:
     Attributes:
         cluster: the measured cluster.
         runs: the fewest runs of any operation.
-        ctas: by resource and ranks, the CTAs of each communicator; empty without NCCL.
+        ctas: by name, the CTAs of each communicator; empty without NCCL.
     """
 
     cluster: Cluster
     runs: int
-    ctas: Mapping[tuple[Resource, int], str]
+    ctas: dict[str, str]
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Any:
         """The JSON document."""
-        ctas = {f"{resource} {size}": text for (resource, size), text in self.ctas.items()}
-        return {"runs": self.runs, "ctas": ctas, "cluster": strict_yaml.plain(self.cluster)}
+        return strict_yaml.plain(self)
 
     def text(self) -> str:
-        """Every size by the columns of nccl-tests, host costs and contention."""
-        cluster, host = self.cluster, self.cluster.host
+        """Every size by the columns of nccl-tests, CTAs and contention."""
+        cluster = self.cluster
         rows = [
-            (
-                curve.operation,
-                RESOURCE_NAMES[curve.resource],
-                curve.group_size,
-                self.ctas.get((curve.resource, curve.group_size)),
-                *row,
-            )
+            (curve.operation, RESOURCE_NAMES[curve.resource], curve.group_size, *row)
             for curve in cluster.curves
             for row in nccl_rows(curve, cluster.num_nodes)
         ]
-        lines = [
-            table(COLUMNS, rows, cluster.name),
-            f"host: {host.collective_us:.1f} us to start a collective and "
-            f"{host.collective_peer_us:.2f} for each peer, {host.operation_us:.1f} to start an",
-            f"operation, {host.stage_us:.1f} for a stage, {host.pass_us:.1f} for a pass, "
-            f"{host.counts_us:.1f} to read counts and bind a chain",
-        ]
-        for entry in cluster.contention:
-            for first, second in (entry.pair, entry.pair[::-1]):
-                names = f"{RESOURCE_NAMES[first]} beside {RESOURCE_NAMES[second]}"
-                lines.append(f"{names}: {cluster.factor(first, second):.2f} times as long")
-        return "\n".join([*lines, f"medians of {counted(self.runs, 'run')} or more"])
+        return "\n".join(
+            [
+                table(COLUMNS, rows, cluster.name),
+                *(f"communicator of {name}: CTAs {text}" for name, text in self.ctas.items()),
+                *(f"contention: {entry}" for entry in cluster.contention),
+                f"medians of {counted(self.runs, 'run')} or more",
+            ]
+        )
 
 
 def nccl_rows(curve: Curve, num_nodes: int) -> list[Sequence[object]]:
@@ -124,9 +99,24 @@ def nccl_rows(curve: Curve, num_nodes: int) -> list[Sequence[object]]:
 
 
 def calibrate(
-    settings: CalibrationSettings, device: torch.device, progress: Progress
+    device: torch.device,
+    budget_s: float,
+    ranks_per_node: int | None,
+    nics_per_node: int | None,
+    hardware: str | None,
+    progress: Progress,
+    begin_s: float,
 ) -> Calibration:
     """Measure; all ranks of a launch call this, and get the same result.
+
+    Args:
+        device: device of this rank.
+        budget_s: for how long the calibration may run.
+        ranks_per_node: ranks joined by the node link; None where the launcher knows.
+        nics_per_node: network interfaces of a node; needed where there are several nodes.
+        hardware: what the ranks run on; None for the name of the GPU.
+        progress: of the measurement.
+        begin_s: when the calibration began, by `time.perf_counter`.
 
     Raises:
         ValueError: the cluster cannot be calibrated.
@@ -134,41 +124,44 @@ def calibrate(
     world, on_cpu = dist.group.WORLD, device.type == "cpu"
     assert world is not None, "the launch has been joined"
     # Step 1: nodes and groups.
-    nodes = find_nodes(world, settings.ranks_per_node)
-    num_nodes, ranks_per_node = len(set(nodes)), nodes.count(nodes[0])
-    in_order = tuple(node for node in range(num_nodes) for _ in range(ranks_per_node))
-    require(nodes == in_order, "ranks", nodes, "be as many on every node, node by node")
-    require(len(nodes) > 1, "ranks", 1, "be at least 2")
-    nics = settings.nics_per_node or (None if num_nodes > 1 else ranks_per_node)
-    require(nics is not None, "--nics-per-node", nics, "be the network interfaces of a node")
-    groups = make_groups(nodes)
+    nodes = find_nodes(world, ranks_per_node)
+    layout = Layout(ep=len(nodes), etp=1, num_local_experts=1, rank=dist.get_rank(), nodes=nodes)
+    if len(nodes) == 1 or layout.uneven_nodes() is not None:
+        raise ValueError(f"ranks: got nodes {list(nodes)}, must be several, evenly in order")
+    num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
+    if nics_per_node is None and num_nodes > 1:
+        raise ValueError("--nics-per-node: not given, must be the network interfaces of a node")
+    nics = nics_per_node or ranks_per_node
+    groups = make_groups(layout)
     fused = agreed_kernels("auto", device.type, world)[0] == "fused"
 
     # Step 2: sizes, as far as the budget allows.
-    points = points_of(num_nodes, ranks_per_node, device.type, fused)
+    points = points_of(layout, device.type)
     timer = Timer(
         group=world,
         device=device,
-        starter=starter_of(groups, nodes, device, fused),
+        starter=starter_of(groups, device, fused),
         ranks_per_core=find_ranks_per_core(world) if on_cpu else 1.0,
-        begin_s=settings.begin_s,
-        budget_s=settings.budget_s,
+        begin_s=begin_s,
+        budget_s=budget_s,
     )
     progress.phase(f"{counted(len(points), 'size')} of operations", len(points))
     points = timer.run_sizes(points, progress)
 
     # Step 3: host work, pairs, and all sizes again for as long as the budget lasts.
     pairs = choose_pairs({point: timer.samples[point][0].us for point in points})
-    progress.phase("more runs, by seconds", round(settings.budget_s))
-    runs = timer.run_rounds([*HostWork, *chain.from_iterable(pairs), *points], progress)
+    progress.phase("more runs, by seconds", round(budget_s))
+    runs = timer.run_rounds(
+        [PASSES, CHUNKED_PASSES, *chain.from_iterable(pairs), *points], progress
+    )
 
     # Step 4: the cluster.
-    hardware = settings.hardware or gpu_name() or "CPU ranks"
+    hardware = hardware or gpu_name() or "CPU ranks"
     day = datetime.now(timezone.utc).date().isoformat()
     source = f"monta calibrate, {hardware}, torch {torch.__version__}, {day}"
     memory = None if on_cpu else torch.cuda.get_device_properties(device).total_memory / 1e9
     cluster = Cluster(
-        name=settings.name or f"{hardware}, {num_nodes} x {ranks_per_node}",
+        name=f"{hardware}, {num_nodes} x {ranks_per_node}",
         num_nodes=num_nodes,
         ranks_per_node=ranks_per_node,
         nics_per_node=nics,
@@ -176,38 +169,31 @@ def calibrate(
         memory_gb_per_rank=memory,
         policy="host" if on_cpu else "fused" if fused else "streams",
         host=fit_host_costs(timer.samples, on_cpu, source),
-        curves=fit_curves(timer.samples, on_cpu),
+        curves=fit_curves(points, timer.samples, on_cpu),
         contention=fit_contention(pairs, timer.excesses),
         calibrated_node=(ranks_per_node, nics),
     )
-    ctas = {key: text for key, group in groups.items() if (text := ctas_of(group))}
+    ctas = {group.name: text for group in groups.values() if (text := ctas_of(group))}
     return Calibration(cluster=cluster, runs=runs, ctas=ctas)
 
 
-def make_groups(nodes: tuple[int, ...]) -> dict[tuple[Resource, int], PeerGroup]:
+def make_groups(layout: Layout) -> dict[tuple[Resource, int], PeerGroup]:
     """(resource, ranks) -> the group of this rank, made by all ranks in the same order.
 
     Args:
-        nodes: node of every rank, in order.
+        layout: this rank in the exchange of all ranks.
     """
-    rank, on_node = dist.get_rank(), nodes.count(nodes[0])
-    node, position = divmod(rank, on_node)
     groups: dict[tuple[Resource, int], PeerGroup] = {}
-    for part in node_parts(on_node):
-        stride = on_node // part
-        # inter: the same positions on every node, `stride` apart; intra: neighbours on this node.
-        members: dict[Resource, list[int]] = {
-            "inter": [r for r in range(len(nodes)) if r % on_node % stride == position % stride],
-            "intra": [node * on_node + p for p in range(on_node) if p // part == position // part],
-        }
-        for resource, ranks in members.items():
-            groups[resource, len(ranks)] = PeerGroup(
-                name=f"{resource} {len(ranks)}",
-                process_group=new_local_group(ranks, f"monta {resource} {part}", dist.group.WORLD),
-                size=len(ranks),
-                rank=ranks.index(rank),
-                nodes=tuple(nodes[other] for other in ranks),
-            )
+    for etp in etp_sizes(layout.ranks_per_node):
+        of_etp = replace(layout, ep=len(layout.nodes) // etp, etp=etp)
+        names: dict[Resource, GroupName] = {"intra": "etp"}
+        if layout.num_nodes > 1:
+            names["inter"] = "ep"
+        for resource, name in names.items():
+            ranks = of_etp.members(name, layout.rank)
+            group = new_local_group(ranks, f"monta {resource} {etp}", dist.group.WORLD)
+            text = f"{counted(len(ranks), 'rank')}, {RESOURCE_NAMES[resource]}"
+            groups[resource, len(ranks)] = peer_group(text, group, dict(enumerate(layout.nodes)))
     return groups
 
 
@@ -218,7 +204,7 @@ def ctas_of(group: PeerGroup) -> str | None:
         os.environ.get(f"NCCL_{end}_CTAS") or settings.get(f"{end.lower()}_ctas") or "default"
         for end in ("MIN", "MAX")
     )
-    return " to ".join(map(str, ends)) if settings else None
+    return " to ".join(map(str, ends)) if settings and group.size > 1 else None
 
 
 def find_ranks_per_core(world: dist.ProcessGroup) -> float:

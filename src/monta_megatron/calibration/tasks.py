@@ -1,27 +1,29 @@
 """What a calibration times: operations of several sizes, pairs of them, host work. No torch.
 
-Groups with d ranks on each of N nodes of R ranks, for d = 1, 2, 4, ... and R:
+The groups are those of an exchange of all ranks, with ETP groups of 1, 2, 4, ... and R of the R
+ranks of a node. All groups of a kind work at once, as in an exchange: every rail, every node.
 
-    inter   N x d ranks: rails at d = 1, all ranks at d = R, in between the EP groups where expert
-            tensor parallelism inside the node is R / d
-    intra   d consecutive ranks of a node: the node at d = R, below that ETP groups
-
-All groups of a kind work at once, as in an exchange: every rail, every node.
+    inter   EP groups: all ranks at ETP 1, rails at ETP R
+    intra   ETP groups: the node at ETP R
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import NamedTuple, TypeAlias
 
 from monta_megatron.chains.program import COLLECTIVES, PricedOperation, Resource
-from monta_megatron.planner.traffic import FIND_PASSES, FIND_VALUE_BYTES, find_bytes
+from monta_megatron.core import Layout
 
 # A message is made of rows of this size, so that it can be split for any number of peers.
 MESSAGE_ROW_BYTES = 16
-# Rows of operations in memory, the experts of each, and its copies.
-HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK, NUM_COPIES = 4096, 64, 8, 4
+# A hidden row, and its copies in a sum.
+HIDDEN_ROW_BYTES, NUM_COPIES = 4096, 4
+# Bytes read and written per row; `planner.cluster` says what stands in for other operations.
+IN_MEMORY: dict[PricedOperation, int] = {
+    "copy": 2 * HIDDEN_ROW_BYTES,
+    "sum": (NUM_COPIES + 1) * HIDDEN_ROW_BYTES,
+}
 
 # Sizes per rank, up to those of real exchanges; far apart, and no powers of two, as sizes of real
 # exchanges hardly ever are.
@@ -30,9 +32,9 @@ LAST_BYTES: dict[str, dict[Resource, int]] = {
     "cpu": {"inter": 5 << 20, "intra": 20 << 20, "memory": 80 << 20},
     "cuda": {"inter": 320 << 20, "intra": 320 << 20, "memory": 1280 << 20},
 }
-# Of expert ids, which are few.
-LAST_BYTES_OF_FIND = 20 << 20
 SIZE_FACTOR = 4
+# A curve has no fewer, whatever they take.
+LEAST_SIZES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +67,17 @@ class Point:
         return self.resource, self.operation, self.group_size
 
 
-class HostWork(Enum):
-    """Host work around the stages of an exchange, on a handful of rows."""
+class Passes(NamedTuple):
+    """Host work: all four passes of a rank with itself, on a handful of rows."""
 
-    COUNTS = "reading counts and binding a chain"
-    PASSES = "four passes of a rank with itself, in one chunk"
-    CHUNKED_PASSES = "the same, in several chunks"
+    num_chunks: int
 
 
-NUM_PASS_CHUNKS = 8
+PASSES, CHUNKED_PASSES = Passes(num_chunks=1), Passes(num_chunks=8)
 # Stages of each of these passes.
 NUM_PASS_STAGES = 4
 
-Task: TypeAlias = Point | HostWork
+Task: TypeAlias = Point | Passes
 
 
 class Sample(NamedTuple):
@@ -106,40 +106,37 @@ class Pair(NamedTuple):
     repeats: int
 
 
-def node_parts(ranks_per_node: int) -> list[int]:
-    """Ranks of a node in one group: powers of two that divide R, and R; 12 -> [1, 2, 4, 12]."""
+def etp_sizes(ranks_per_node: int) -> list[int]:
+    """Powers of two that divide R, and R; 12 -> [1, 2, 4, 12]."""
     powers = (1 << power for power in range(ranks_per_node.bit_length()))
-    return sorted({ranks_per_node, *(part for part in powers if ranks_per_node % part == 0)})
+    return sorted({ranks_per_node, *(size for size in powers if ranks_per_node % size == 0)})
 
 
-def points_of(num_nodes: int, ranks_per_node: int, device: str, fused: bool) -> list[Point]:
+def points_of(layout: Layout, device: str) -> list[Point]:
     """All points of a cluster, curve by curve in ascending sizes.
 
     Args:
-        num_nodes: N.
-        ranks_per_node: R.
+        layout: the exchange of all ranks.
         device: type of the ranks' devices.
-        fused: Triton kernels copy and sum rows, not PyTorch's operations.
     """
+    world, on_node = len(layout.nodes), layout.ranks_per_node
     # Operation, resource, ranks of a group, bytes of a row.
-    curves: list[tuple[PricedOperation, Resource, int, int]] = [
-        (operation, "memory", 1, row_bytes) for operation, row_bytes in bytes_per_row(fused).items()
-    ]
-    for part in node_parts(ranks_per_node):
-        if part > 1:
-            row_bytes = (part - 1) * MESSAGE_ROW_BYTES
-            curves += [(operation, "intra", part, row_bytes) for operation in COLLECTIVES]
-        if num_nodes > 1:
-            row_bytes = (num_nodes - 1) * part * MESSAGE_ROW_BYTES
-            curves.append(("alltoall", "inter", num_nodes * part, row_bytes))
-    if num_nodes > 1:
-        # Only the chain `allgather` gathers across nodes, and it does so from all ranks.
-        curves.append(("allgather", *curves[-1][1:]))
+    curves: list[tuple[PricedOperation, Resource, int, int]] = []
+    for etp in etp_sizes(on_node):
+        if etp > 1:
+            row_bytes = (etp - 1) * MESSAGE_ROW_BYTES
+            curves += [(operation, "intra", etp, row_bytes) for operation in COLLECTIVES]
+        if layout.num_nodes > 1:
+            row_bytes = (world - on_node) // etp * MESSAGE_ROW_BYTES
+            curves.append(("alltoall", "inter", world // etp, row_bytes))
+            # Only the chain `allgather` gathers across nodes, and it does so from all ranks.
+            if etp == 1:
+                curves.append(("allgather", "inter", world, row_bytes))
+    curves += [(operation, "memory", 1, row_bytes) for operation, row_bytes in IN_MEMORY.items()]
     points = []
     for operation, resource, group_size, row_bytes in curves:
         num_bytes = FIRST_BYTES[resource]
-        most = LAST_BYTES_OF_FIND if operation == "find" else LAST_BYTES[device][resource]
-        while num_bytes <= most:
+        while num_bytes <= LAST_BYTES[device][resource]:
             points.append(
                 Point(
                     operation=operation,
@@ -153,50 +150,30 @@ def points_of(num_nodes: int, ranks_per_node: int, device: str, fused: bool) -> 
     return points
 
 
-def bytes_per_row(fused: bool) -> dict[PricedOperation, int]:
-    """Bytes read and written per row of each operation in memory, as `planner.traffic` counts."""
-    found = FIND_PASSES["find"] * FIND_VALUE_BYTES * TOPK
-    return {
-        "copy": 2 * HIDDEN_ROW_BYTES,
-        "sum": (NUM_COPIES + 1) * HIDDEN_ROW_BYTES,
-        "find": int(find_bytes(TOPK, 1.0, NUM_COPIES)) if fused else found,
-    }
-
-
-# The most that a pair's collective takes; the other operation takes this many times less or more.
-PAIR_US, SHORTER = 60_000.0, 2
+# The most that a pair's collective takes.
+PAIR_US = 60_000.0
 
 
 def choose_pairs(times_us: Mapping[Point, float]) -> list[tuple[Pair, Pair]]:
     """Pairs of operations that chains run at once: rails, gathers of a node, copies.
 
     Args:
-        times_us: of each point.
+        times_us: of each point that was timed, curve by curve in ascending sizes.
 
     Returns:
         For each two of them that the cluster has, a pair whose second operation ends long before
         the first and one in which it goes on long after it.
     """
-    halves: tuple[tuple[Resource, PricedOperation, Callable[..., int]], ...] = (
-        ("inter", "alltoall", min),
-        ("intra", "allgather", max),
-        ("memory", "copy", max),
-    )
-    curves = []
-    for resource, operation, choose in halves:
-        points = [point for point in times_us if point.curve[:2] == (resource, operation)]
-        size = choose((point.group_size for point in points), default=0)
-        curves.append([point for point in points if point.group_size == size])
-
-    def largest(points: Sequence[Point], most_us: float) -> Point:
-        fitting = [point for point in points if times_us[point] <= most_us]
-        return max(fitting, key=lambda point: point.num_bytes) if fitting else points[0]
-
+    curves = {key: list(points) for key, points in groupby(times_us, lambda point: point.curve)}
+    rails = [curves[key] for key in sorted(curves) if key[:2] == ("inter", "alltoall")]
+    nodes = [curves[key] for key in sorted(curves) if key[:2] == ("intra", "allgather")]
+    halves = [*rails[:1], *nodes[-1:], curves["memory", "copy", 1]]
     pairs = []
-    for firsts, seconds in combinations(filter(None, curves), 2):
-        first = largest(firsts, PAIR_US)
-        second = largest(seconds, times_us[first] / 4)
+    for firsts, seconds in combinations(halves, 2):
+        fitting = [point for point in firsts if times_us[point] <= PAIR_US]
+        # The second is a small one, so that its repeats can take any time.
+        first, second = (fitting or firsts)[-1], seconds[-LEAST_SIZES]
         ratio = times_us[first] / times_us[second]
-        short, long = (max(round(ratio * times), 1) for times in (1 / SHORTER, SHORTER))
+        short, long = (max(round(ratio * times), 1) for times in (0.5, 2))
         pairs.append((Pair(first, second, short), Pair(first, second, long)))
     return pairs

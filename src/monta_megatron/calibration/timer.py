@@ -11,6 +11,7 @@ the others.
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -18,61 +19,48 @@ import torch.distributed as dist
 
 from monta_megatron.calibration.fit import excess_of
 from monta_megatron.calibration.operations import Starter
-from monta_megatron.calibration.tasks import HostWork, Pair, Point, Sample, Task
+from monta_megatron.calibration.tasks import LEAST_SIZES, Pair, Passes, Point, Sample, Task
 from monta_megatron.common.tables import Progress
 
 # Short runs are repeated, since ranks start and end unevenly. As many as nccl-tests on a GPU; on
 # CPU ranks many runs of one operation in a row would find its code and data in the caches.
 RUN_US = 20_000.0
 MAX_REPEATS = {"cpu": 2, "cuda": 20}
-MAX_ROUNDS = 60
-# No curve has fewer.
-LEAST_SIZES = 3
 
 
+@dataclass(kw_only=True)
 class Timer:
     """Runs of tasks; all ranks of the group call the same methods in the same order.
 
-    Args:
+    Attributes:
         group: the ranks.
         device: that the group serves.
         starter: gives the function that starts a task.
         ranks_per_core: CPU ranks that share a core; 1 if each has its own.
         begin_s: when the calibration began, by `time.perf_counter`.
         budget_s: for how long it may run.
-
-    Attributes:
         elapsed_s: since the beginning, the same on all ranks.
         samples: of each task, in the order of its runs.
         excesses: likewise, of each pair.
+        took_s: elapsed time of the latest run of each.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        starter: Callable[[Task], Starter],
-        ranks_per_core: float,
-        begin_s: float,
-        budget_s: float,
-    ) -> None:
-        self._group, self._device, self._starter = group, device, starter
-        self._ranks_per_core, self._begin_s, self._budget_s = ranks_per_core, begin_s, budget_s
-        self.elapsed_s = 0.0
-        self.samples: dict[Task, list[Sample]] = {}
-        self.excesses: dict[Pair, list[float]] = {}
-        # Elapsed time of the latest run of each.
-        self._took_s: dict[Task | Pair, float] = {}
+    group: dist.ProcessGroup
+    device: torch.device
+    starter: Callable[[Task], Starter]
+    ranks_per_core: float
+    begin_s: float
+    budget_s: float
+    elapsed_s: float = 0.0
+    samples: dict[Task, list[Sample]] = field(default_factory=dict)
+    excesses: dict[Pair, list[float]] = field(default_factory=dict)
+    took_s: dict[Task | Pair, float] = field(default_factory=dict)
 
     def run_sizes(self, points: Sequence[Point], progress: Progress) -> list[Point]:
         """Time each point once, smaller ones first; large ones only within half of the budget.
 
-        Args:
-            points: of all curves.
-            progress: a step for each point.
-
         Returns:
-            Those that were timed.
+            Those that were timed, curve by curve in ascending sizes.
         """
         timed: dict[object, list[Point]] = {}
         for point in sorted(points, key=lambda point: point.num_bytes):
@@ -82,7 +70,7 @@ class Timer:
             if smaller:
                 before = smaller[-1]
                 expected_us = self.samples[before][0].us * point.num_bytes / before.num_bytes
-            is_late = self.elapsed_s + expected_us / 1e6 > self._budget_s / 2
+            is_late = self.elapsed_s + expected_us / 1e6 > self.budget_s / 2
             if is_late and len(smaller) >= LEAST_SIZES:
                 continue
             # Connections and fresh memory take little of a long run.
@@ -95,65 +83,52 @@ class Timer:
     def run_rounds(self, tasks: Sequence[Task | Pair], progress: Progress) -> int:
         """Time tasks round by round until the budget is spent.
 
-        Each has a sample in the end; beyond that no run starts that would exceed the budget.
-
-        Args:
-            tasks: all of them; those that have a sample are left out of the first round.
-            progress: a step for each second of the budget.
+        Each has been timed once in the end; beyond that no run starts that would exceed the budget.
+        A step of `progress` is a second.
 
         Returns:
             The fewest runs of any task.
         """
-        for number in range(1, MAX_ROUNDS + 1):
-            # Another order in every round, the same on all ranks, as an operation then finds other
-            # caches.
+        number = 0
+        while True:
+            number += 1
+            # Another order in every round, the same on all ranks: other data is in the caches.
             for task in random.Random(number).sample(tasks, len(tasks)):
-                took_s = self._took_s.get(task)
+                took_s = self.took_s.get(task)
                 if took_s is not None and number == 1:
                     continue
-                if took_s is not None and self.elapsed_s + took_s > self._budget_s:
+                if took_s is not None and self.elapsed_s + took_s > self.budget_s:
                     return number - 1
                 self._measure(task)
                 progress.step(int(self.elapsed_s))
-        return MAX_ROUNDS
 
     def _measure(self, task: Task | Pair, expected_us: float = RUN_US) -> None:
         """Run a task, repeatedly if it is short, and keep its times."""
         begin_s = self.elapsed_s
         if isinstance(task, Pair):
             # In immediate succession: times change more between rounds than by the excess.
-            first_us = self._run(task.first, by_core=False).us
-            second_us = self._run(task.second, task.repeats, by_core=False).us * task.repeats
-            both_us = self._run(task.first, beside=(task.second, task.repeats)).us
-            excess = excess_of(first_us, second_us, both_us)
+            first_us = self._run(task.first, others=()).us
+            second_us = self._run(task.second, task.repeats, others=()).us * task.repeats
+            others = [self.starter(task.second)] * task.repeats
+            excess = excess_of(first_us, second_us, self._run(task.first, others=others).us)
             self.excesses.setdefault(task, []).append(excess)
         else:
             samples = self.samples.setdefault(task, [])
-            # Host work, of which nothing is expected, runs only once in an exchange.
+            # Host work runs once in an exchange.
             us = samples[-1].us if samples and isinstance(task, Point) else expected_us
-            repeats = min(int(RUN_US / max(us, 1.0)), MAX_REPEATS[self._device.type])
+            repeats = min(int(RUN_US / max(us, 1.0)), MAX_REPEATS[self.device.type])
             samples.append(self._run(task, max(repeats, 1)))
-        self._took_s[task] = self.elapsed_s - begin_s
+        self.took_s[task] = self.elapsed_s - begin_s
 
-    def _run(
-        self,
-        task: Task,
-        repeats: int = 1,
-        beside: tuple[Point, int] | None = None,
-        by_core: bool = True,
-    ) -> Sample:
-        """Run a task on all ranks.
+    def _run(self, task: Task, repeats: int = 1, others: Sequence[Starter] | None = None) -> Sample:
+        """The mean of some runs of a task in a row.
 
-        Args:
-            task: what is run.
-            repeats: how many times in a row; the times are means.
-            beside: what runs between start and wait, and how many times.
-            by_core: whether time may be that of a core.
+        Operations of a pair give `others`, which run between start and wait; their time is never
+        that of a core.
         """
-        start = self._starter(task)
-        others = [] if beside is None else [self._starter(beside[0])] * beside[1]
-        on_node = isinstance(task, HostWork) or task.resource != "inter"
-        by_core = by_core and beside is None and on_node and self._ranks_per_core > 1
+        start = self.starter(task)
+        on_node = isinstance(task, Passes) or task.resource != "inter"
+        by_core = others is None and on_node and self.ranks_per_core > 1
         clock = time.process_time if by_core else time.perf_counter
         launch_clock = time.thread_time if by_core else time.perf_counter
         self._share((), dist.ReduceOp.MAX)
@@ -163,22 +138,22 @@ class Timer:
             launch_begin_s = launch_clock()
             wait = start()
             launch_s += launch_clock() - launch_begin_s
-            for start_other in others:
+            for start_other in others or ():
                 start_other()()
             wait()
         torch.cuda.synchronize()
         times_us = [(clock() - begin_s) * 1e6 / repeats, launch_s * 1e6 / repeats]
-        if not by_core:
-            return Sample(*self._share(times_us, dist.ReduceOp.MAX))
-        means_us = self._share(times_us, dist.ReduceOp.SUM)
-        return Sample(*(us * self._ranks_per_core for us in means_us))
+        if by_core:
+            means_us = self._share(times_us, dist.ReduceOp.SUM)
+            return Sample(*(us * self.ranks_per_core for us in means_us))
+        return Sample(*self._share(times_us, dist.ReduceOp.MAX))
 
     def _share(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         """The largest or, by a sum, the mean of all ranks; every rank waits for the others."""
-        elapsed_s = time.perf_counter() - self._begin_s
-        of_all = torch.tensor([*values, elapsed_s], dtype=torch.float64, device=self._device)
-        dist.all_reduce(of_all, op=op, group=self._group)
+        elapsed_s = time.perf_counter() - self.begin_s
+        of_all = torch.tensor([*values, elapsed_s], dtype=torch.float64, device=self.device)
+        dist.all_reduce(of_all, op=op, group=self.group)
         if op == dist.ReduceOp.SUM:
-            of_all /= self._group.size()
+            of_all /= self.group.size()
         *reduced, self.elapsed_s = of_all.tolist()
         return reduced

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli.parser import add_json, only_the_report
-from monta_megatron.common.flags import positive, printable, whole
+from monta_megatron.common.flags import positive, whole
 from monta_megatron.common.tables import Progress, print_report, tell
 
 EXAMPLE = """\
@@ -35,12 +35,6 @@ def add_parser(commands: Any) -> None:
         type=positive,
         default=60.0,
         help="time for everything (default: %(default)g); the smallest sizes are always measured",
-    )
-    parser.add_argument(
-        "--name",
-        metavar="TEXT",
-        type=printable,
-        help="of the cluster (default: what it is made of)",
     )
     parser.add_argument(
         "--ranks-per-node",
@@ -89,19 +83,18 @@ def _run(parsed: argparse.Namespace, begin_s: float) -> int:
 
     # Step 2: measure.
     with only_the_report():
-        from monta_megatron.calibration.command import CalibrationSettings, calibrate
+        from monta_megatron.calibration.command import calibrate
         from monta_megatron.tools.joined_ranks import join
 
-        settings = CalibrationSettings(
-            begin_s=begin_s,
+        report = calibrate(
+            join(this_rank.local_rank),
             budget_s=parsed.budget_seconds,
-            name=parsed.name,
-            hardware=hardware,
             ranks_per_node=parsed.ranks_per_node,
             nics_per_node=nics_per_node,
+            hardware=hardware,
+            progress=Progress("calibrate" if this_rank.rank == 0 else None),
+            begin_s=begin_s,
         )
-        progress = Progress("calibrate" if this_rank.rank == 0 else None)
-        report = calibrate(settings, join(this_rank.local_rank), progress)
     if this_rank.rank != 0:
         return 0
 
