@@ -30,7 +30,6 @@ STOCK = Choice(chain="alltoall", num_chunks=1)
 TRIALS = 3
 # The time of a step is known to all ranks after so many steps.
 LATE = 2
-MOST_CHUNKS_OF_A_CHAIN = 3
 # Most predicted memory of a candidate: so many times plain alltoall's, or so many bytes more.
 MOST_MEMORY, MORE_BYTES = 1.5, 1e9
 # Iterations within 1% count as equal.
@@ -116,23 +115,20 @@ class Planner:
     def candidates(self, tokens: int, num_slots: int) -> dict[Choice, float]:
         """Candidates for at most so many tokens per rank, and their predicted us.
 
-        Plain alltoall comes first, then the best predicted others, at most three numbers of chunks
-        of a chain. With `splits_experts` the last two are the best chain of tokens with its experts
-        split; they have the prediction of the chain without its experts.
+        Plain alltoall comes first, then the best predicted others. With `splits_experts` the last
+        two are the best chain of tokens with its experts split; they have the prediction of the
+        chain without its experts.
         """
         selection = self.selection(tokens)
         stock = self._stock(selection)
         found, split = {STOCK: stock.total_us}, dict[Choice, float]()
-        of_chain: Counter[str] = Counter()
         for price in self._allowed(selection):
             if price.choice == STOCK:
                 continue
             if self.splits_experts and price.chain.rows == "tokens" and not split:
                 choices = (self._choice(price.chain.name, number) for number in SPLITS)
                 split = {each: price.total_us for each in choices if each.splits_experts}
-            of_chain[price.chain.name] += 1
-            if of_chain[price.chain.name] <= MOST_CHUNKS_OF_A_CHAIN:
-                found[price.choice] = price.total_us
+            found[price.choice] = price.total_us
         rest = islice(found.items(), max(num_slots - len(split), 1))
         return dict(islice((dict(rest) | split).items(), num_slots))
 

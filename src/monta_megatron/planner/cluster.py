@@ -232,7 +232,8 @@ class Contention:
         return f"{names} {self.factor:g} {self.factor_of_second:g}"
 
 
-class ResourceRate(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ResourceRate:
     """The rate of large messages through a resource, and of what it is the rate."""
 
     resource: Resource
@@ -487,7 +488,8 @@ class Cluster:
                 size_bytes = curve.sizes_bytes[-1]
                 basis = f"per rank in {curve.operation}{of_ranks} at {size_bytes:,} bytes"
             basis += ", published" if resource in self.links else ", measured"
-            found.append(ResourceRate(resource, self.rate_of(resource), basis))
+            rate = self.rate_of(resource)
+            found.append(ResourceRate(resource=resource, rate=rate, basis=basis))
         return tuple(found)
 
     def rate_of(self, resource: Resource) -> Rate:

@@ -80,7 +80,7 @@ class Candidate:
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
         range_us: the least and the most that it may take, by the range of the published rates;
-            None where times were measured, and for all but the best of each chain.
+            None where times were measured, and for all but the choice and plain `alltoall`.
         rejected: why it was not chosen; None for the choice.
     """
 
@@ -244,7 +244,7 @@ def _why_rejected(of: Price, selection: Selection) -> str | None:
     if of is chosen:
         return None
     if of not in selection.rivals:
-        plainest = next(each for each in selection.rivals if each.rank[0] == of.rank[0])
+        plainest = next(each for each in selection.rivals if each.times == of.times)
         return f"the same as {plainest.choice.name} at this layout"
     if of.total_us == chosen.total_us:
         return f"as fast as {name}, which is plainer"
@@ -279,7 +279,7 @@ def stage_costs(of: Price) -> tuple[StageCost, ...]:
 
 
 def with_ranges(plan: Plan, shape: Shape, cluster: Cluster) -> Plan:
-    """A plan with the range of its choice and of each chain's fastest candidate.
+    """A plan with the range of its choice and of plain `alltoall`.
 
     Args:
         plan: made for the shape.
@@ -288,27 +288,18 @@ def with_ranges(plan: Plan, shape: Shape, cluster: Cluster) -> Plan:
     """
     if not cluster.has_range:
         return plan
-    shown = {plan.chain: plan.chosen}
-    for candidate in plan.candidates:
-        shown.setdefault(candidate.chain, candidate)
-    candidates = tuple(
-        replace(candidate, range_us=_range_us(candidate, plan, shape, cluster))
-        if candidate is shown[candidate.chain] and candidate.num_chunks is not None
-        else candidate
-        for candidate in plan.candidates
-    )
+    ends = [cluster.at_end(end) for end in get_args(End)]
+
+    def range_us(of: Candidate) -> tuple[float, float] | None:
+        """The time at both ends, the less first."""
+        if of.num_chunks is None or (of.chain != "alltoall" and of.rejected is not None):
+            return of.range_us
+        chain, phase = CHAINS[of.chain], plan.key.phase
+        low_us, high_us = sorted(
+            price(shape, end, chain, of.num_chunks, phase).total_us for end in ends
+        )
+        return low_us, high_us
+
+    candidates = tuple(replace(each, range_us=range_us(each)) for each in plan.candidates)
     ranged = replace(plan, candidates=candidates)
     return replace(ranged, range_us=ranged.chosen.range_us)
-
-
-def _range_us(
-    candidate: Candidate, plan: Plan, shape: Shape, cluster: Cluster
-) -> tuple[float, float]:
-    """The time of a candidate at both ends, the less first."""
-    assert candidate.num_chunks is not None, f"{candidate.chain} cannot run"
-    chain, ends = CHAINS[candidate.chain], get_args(End)
-    slow_us, fast_us = (
-        price(shape, cluster.at_end(end), chain, candidate.num_chunks, plan.key.phase).total_us
-        for end in ends
-    )
-    return min(slow_us, fast_us), max(slow_us, fast_us)

@@ -19,9 +19,10 @@ a pipeline,
 """
 
 from collections.abc import Callable, Sequence
+from operator import mul
 from typing import NamedTuple
 
-from monta_megatron.chains.program import Resource
+from monta_megatron.chains.program import LINKS, Resource
 
 Factor = Callable[[Resource, Resource], float]
 
@@ -70,8 +71,13 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
     Returns:
         The times of each task.
     """
-    resources: set[Resource] = {"memory", *(task.resource for task in tasks)}
-    excess = {(a, b): factor(a, b) - 1 for a in resources for b in resources}
+    # Index of a resource, that of memory first.
+    resources: list[Resource] = ["memory"]
+    resources += [resource for resource in LINKS if any(t.resource == resource for t in tasks)]
+    of_task = [resources.index(task.resource) for task in tasks]
+    excess = [[factor(one, other) - 1 for other in resources] for one in resources]
+    # Numbers of running operations by resource -> the slowdown of one on each of them.
+    known_slowdowns: dict[tuple[int, ...], list[float]] = {}
     waits_for = [len(task.after) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
     for number, task in enumerate(tasks):
@@ -83,16 +89,26 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
     ends_us: dict[int, float] = {}
     # What runs -> the time left if it ran alone: a task, or ~number for the copy at its launch.
     left_us: dict[int, float] = {}
-    running = dict.fromkeys(resources, 0)
+    running = [0] * len(resources)
     # Tasks that wait for nothing but their launch -> when that is over.
     until_us: dict[int, float] = {}
 
-    def resource_of(number: int) -> Resource:
-        return "memory" if number < 0 else tasks[number].resource
+    def resource_of(number: int) -> int:
+        return 0 if number < 0 else of_task[number]
 
     def run(number: int, us: float) -> None:
         left_us[number] = us
         running[resource_of(number)] += 1
+
+    def slowdowns_now() -> list[float]:
+        """Of an operation on each resource that has one."""
+        key = tuple(running)
+        if key not in known_slowdowns:
+            known_slowdowns[key] = [
+                min(1 + sum(map(mul, running, row)) - row[place], len(left_us))
+                for place, row in enumerate(excess)
+            ]
+        return known_slowdowns[key]
 
     def start(number: int) -> None:
         """Start a task that is launched, if all that it comes after has ended."""
@@ -124,15 +140,7 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
     launch()
     while left_us or until_us:
         # Step 1: the next event is the first end, or the first start before it.
-        slowdowns = {
-            resource: min(
-                1
-                + sum(running[other] * excess[resource, other] for other in resources)
-                - excess[resource, resource],
-                len(left_us),
-            )
-            for resource in resources
-        }
+        slowdowns = slowdowns_now()
         step_us, ends, starts = float("inf"), None, None
         for number, left in left_us.items():
             if left * slowdowns[resource_of(number)] < step_us:

@@ -9,6 +9,7 @@ from monta_megatron.chains.program import Phase
 from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.price import Price, price
+from monta_megatron.planner.schedule import Times
 
 NUM_CHUNKS = (1, 2, 4, 8)
 # A plainer chain is chosen if it takes at most this fraction longer than the fastest.
@@ -25,7 +26,7 @@ class Selection:
         phase: the phase that it was selected for.
         price: the price of what was selected.
         prices: of everything that can run, the fastest first.
-        rivals: likewise; of several with the same time and memory the plainest alone.
+        rivals: likewise; of several that do the same at this layout the plainest alone.
         incompatible: chain -> why it cannot run on the layout.
     """
 
@@ -91,9 +92,9 @@ def select_chain(
         raise ValueError(f"chains: none can run: {reasons}")
     prices.sort(key=lambda each: each.rank)
     # The plainest of those that do the same comes first.
-    unlike: dict[tuple[float, float], Price] = {}
+    unlike: dict[tuple[tuple[Times, ...], float], Price] = {}
     for each in prices:
-        unlike.setdefault((round(each.total_us, 1), each.peak_bytes), each)
+        unlike.setdefault((each.times, each.peak_bytes), each)
     rivals = list(unlike.values())
     return Selection(
         shape=shape,

@@ -12,15 +12,7 @@ from monta_megatron.cli import main
 
 MODEL = yaml.safe_load((CONFIGS / "models" / "deepseek_v3.yaml").read_text())
 CLUSTER = yaml.safe_load((CONFIGS / "clusters" / "a800_2x8_ib200.yaml").read_text())
-CURVE = {
-    "operation": "alltoall",
-    "resource": "inter",
-    "group_size": 2,
-    "sizes_bytes": [1000, 2000],
-    "times_us": [10.0, 20.0],
-    "kind": "measured",
-    "source": "by hand",
-}
+CURVE = "alltoall network 2 1000:10 2000:20"
 LAYOUT = {"world_size": 16, "ep": 16}
 DATA = {"model": MODEL, "cluster": CLUSTER, "layout": LAYOUT}
 
@@ -70,56 +62,46 @@ def test_the_good_files_are_good(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "choice" in capsys.readouterr().out
 
 
-def with_curve(**changes: object) -> dict[str, Any]:
-    return {**CLUSTER, "curves": [{**CURVE, **changes}]}
+def with_curves(*rows: str) -> dict[str, Any]:
+    return {**CLUSTER, "curves": list(rows)}
 
 
 VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     # Missing and unknown keys.
     ("model", ("hidden-size",), MISSING, ["hidden-size: missing", "must be given"]),
     ("model", ("hiden-size",), 1, ["hiden-size: unknown; did you mean hidden-size?"]),
-    ("cluster", ("launch", "collective_us"), MISSING, ["launch.collective_us: missing"]),
-    ("cluster", ("launch", "copy_ms"), 1.0, ["launch.copy_ms: unknown key", "copy_us?"]),
+    ("cluster", ("host", "source"), MISSING, ["host.source: missing"]),
+    ("cluster", ("host", "counts_ms"), 1.0, ["host.counts_ms: unknown key", "counts_us?"]),
     ("layout", ("tensor",), 2, ["tensor: unknown key", "known: world_size"]),
     # Wrong types and units.
     ("model", ("hidden-size",), True, ["hidden-size: got True", "an integer >= 1"]),
-    ("cluster", ("links",), {"inter": 1}, ["links: got {'inter': 1}", "a list"]),
-    (
-        "cluster",
-        ("links", 0),
-        "inter",
-        ["links[0]: got 'inter'", "mapping with the keys resource"],
-    ),
+    ("cluster", ("network",), [1], ["network: got [1]", "mapping with the keys rate"]),
+    ("cluster", ("netwrok",), {}, ["netwrok: unknown key", "network?"]),
     # Rates: the unit is part of the value, and bits are not bytes.
     *(
-        ("cluster", ("links", 0, "rate"), text, [f"links[0].rate: got {text!r}", "100 Gb/s (b"])
+        ("cluster", ("network", "rate"), text, [f"network.rate: got {text!r}", "100 Gb/s (b"])
         for text in (
             *("100", "100 GBps", "100 gbps", "100 GByte/s", "12.5 GiB/s", "12.5 gb/s", "12.5 g"),
             *("-100 Gb/s", "0 Gb/s", "nan GB/s", "1,5 GB/s", ".5 GB/s"),
             *("100 b/s", "100 Gb", "Gb/s", "100 Gb/s each"),
         )
     ),
-    (
-        "cluster",
-        ("links", 0, "rate"),
-        "2 TB/s",
-        ["at least rate, 2,000 GB/s (16,000 Gb/s)"],
-    ),
-    (
-        "cluster",
-        ("links", 0, "resource"),
-        "nvlink",
-        ["got 'nvlink'", "inter, intra, memory"],
-    ),
-    ("cluster", ("contention", 0, "pair"), ["intra"], ["pair: got ['intra']", "2 entries"]),
+    ("cluster", ("network", "rate"), "2 TB/s", ["hold rate, 2,000 GB/s (16,000 Gb/s)"]),
+    ("cluster", ("network", "range"), ["20 GB/s"], ["range: got ['20 GB/s']", "2 entries"]),
+    ("cluster", ("node_link", "curves"), "A800", ["node_link.curves: got A800", "A100-SXM4-80GB"]),
     ("cluster", ("name",), "a\x1b[2J", [r"name: got 'a\x1b[2J'", "printable characters"]),
     # Numbers and times that YAML 1.1 takes for something else.
     ("cluster", ("num_nodes",), "010", ["num_nodes: got '010'", "an integer", "write 10"]),
     # Negative, zero, NaN, infinite.
-    ("cluster", ("links", 0, "alpha_us"), -1, ["links[0].alpha_us: got -1", "a number >= 0"]),
-    ("cluster", ("contention", 0, "factor"), 0.5, ["contention[0].factor: got 0.5", ">= 1"]),
+    ("cluster", ("network", "start_us"), -1, ["network.start_us: got -1", "a number >= 0"]),
+    (
+        "cluster",
+        ("contention",),
+        ["network memory 0 1"],
+        ["contention[0]: got 'network mem", ">= 1"],
+    ),
     # Several keys that do not fit each other.
-    ("cluster", ("links",), [], ["links: none for inter", "must be given"]),
+    ("cluster", ("network",), MISSING, ["network: missing, must be given, or alltoall of it"]),
     ("layout", ("ep",), 3, ["world_size: got 16", "etp * ep * pp (3)"]),
 ]
 
@@ -150,11 +132,6 @@ FILES: list[tuple[str, object, list[str]]] = [
     ("model", "[" * 20_000, ["is no plain YAML"]),
     ("model", b"\x7fELF\x02\x01\x01\x00\xff\xfe", ["is no text file"]),
     ("model", f"hidden_size: 0x{'f' * 9_000}", ["in line 1", "an integer must have at most 63"]),
-    (
-        "cluster",
-        {"links": [{}] * 100},
-        ["links[0].resource", "and 487 more: missing, must be"],
-    ),
     # What would take long to read or to show.
     ("model", LAUGHS, ["is no plain YAML in line 4", "too many values", "10,000", "alias"]),
     ("model", f"a: [{'1,' * 10_000}]", ["too many values", "at most 10,000"]),
@@ -167,19 +144,22 @@ FILES: list[tuple[str, object, list[str]]] = [
     # Several keys at once, wherever they are missing.
     (
         "cluster",
-        {"name": "x", "launch": {"copy_us": 1.0}, "links": [{"resource": "inter"}]},
-        ["num_nodes, ", "launch.collective_us, launch.counts", "links[0].source: missing"],
+        {"name": "x", "host": {"pass_us": 1.0}, "network": {"rate": "1 GB/s"}},
+        ["source, num_nodes, ", "network.source", "host.source", ": missing, must be given"],
     ),
-    ("cluster", with_curve(sizes_bytes=[2000, 1000]), ["sizes_bytes: got [2000, 1000]", "ascend"]),
-    ("cluster", with_curve(sizes_bytes=[1000]), ["sizes_bytes: got [1000]", "at least 2"]),
-    ("cluster", with_curve(times_us=[1.0]), ["curves[0].times_us: got 1 times", "(2)"]),
-    ("cluster", with_curve(resource="memory"), ["curves: got alltoall in memory", "inter"]),
-    ("cluster", {**CLUSTER, "curves": [CURVE, CURVE]}, ["curves: got", "twice"]),
+    *(
+        ("cluster", with_curves(row), [f"curves[0]: got {row!r}", "such as alltoall network 8"])
+        for row in (
+            *("alltoall network 2 2000:1 1000:2", "alltoall network 2 1000:1", "alltoall"),
+            *("alltoall memory 2 1000:1 2000:2", "alltoall network 2 1000:1 2000"),
+        )
+    ),
+    ("cluster", with_curves(CURVE, CURVE), ["curves: got alltoall inter 2 twice"]),
     ("model", {**MODEL, "num-attention-heads": 9}, ["layout.yaml: tp", "num-attention-heads"]),
 ]
 
 
-@pytest.mark.parametrize(("file", "data", "words"), FILES, ids=[each[2][0] for each in FILES])
+@pytest.mark.parametrize(("file", "data", "words"), FILES)
 def test_a_bad_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, data: object, words: list[str]
 ) -> None:

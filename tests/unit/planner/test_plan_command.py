@@ -53,12 +53,12 @@ def test_why_not_this_chain(capsys: pytest.CaptureFixture[str]) -> None:
     """Asking does not change the choice, nor do 16 chunks, which are no candidate."""
 
     plain = document(capsys, "plan", *QWEN)
-    for flags, chunks in (([], 2), (["--num-chunks", "4"], 4), (["--num-chunks", "16"], 16)):
+    for flags, chunks in (([], 4), (["--num-chunks", "2"], 2), (["--num-chunks", "16"], 16)):
         shown = document(capsys, "plan", *QWEN, "--chain", "HIERARCHICAL-alltoall", *flags)
         asked = shown.pop("asked")
         assert shown == plain
         assert (asked["chain"], asked["num_chunks"]) == ("hierarchical_alltoall", chunks)
-        assert (asked["rejected"] is None) == (chunks == 2)
+        assert (asked["rejected"] is None) == (chunks == 4)
         assert (asked in plain["candidates"]) == (chunks != 16)
 
 

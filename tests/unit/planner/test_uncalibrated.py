@@ -31,7 +31,7 @@ def test_it_has_the_nodes_of_the_exchange_and_says_why() -> None:
     layout = Layout(ep=4, etp=1, num_local_experts=1, rank=0, nodes=(0, 0, 1, 1))
     cluster = uncalibrated(layout, None)
     assert (cluster.num_nodes, cluster.ranks_per_node, cluster.nics_per_node) == (2, 2, 1)
-    assert cluster.copies_block_host
+    assert cluster.policy == "host"
     assert cluster.name == (
         "an uncalibrated cluster (preset emulated_2x4_500mbit, nearest to CPU ranks, 2 per node)"
     )

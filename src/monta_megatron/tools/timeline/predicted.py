@@ -26,9 +26,17 @@ def predict(
 
 
 def _spans_of(priced: Price) -> Iterator[Span]:
-    """The launch of every task, if the host takes time for it, and its run."""
+    """The launch of every task, if the host takes time for it, and its run.
+
+    What the host does for a pass while the pass before it runs is left out.
+    """
+    ends_us: dict[str, float] = {}
     for task, times in zip(priced.tasks, priced.times, strict=True):
         work = priced.works[task.work]
+        first_us = max(
+            (end for name, end in ends_us.items() if name != work.pass_name), default=0.0
+        )
+        ends_us[work.pass_name] = max(times.end_us, ends_us.get(work.pass_name, 0.0))
         run = Span(
             pass_name=work.pass_name,
             stage=work.stage,
@@ -39,11 +47,10 @@ def _spans_of(priced: Price) -> Iterator[Span]:
             end_us=times.end_us,
             operation=task.operation,
         )
-        begin_us = times.launched_us - task.launch_us
-        if work.resource == "host":
-            yield replace(run, start_us=begin_us, end_us=times.launched_us)
-            continue
-        if task.launch_us > 0:
-            launch = replace(run, resource="host", action="launch")
-            yield replace(launch, start_us=begin_us, end_us=times.launched_us)
-        yield run
+        is_host = work.resource == "host"
+        if task.launch_us > 0 and times.launched_us > first_us:
+            begin_us = max(times.launched_us - task.launch_us, first_us)
+            launch = replace(run, start_us=begin_us, end_us=times.launched_us)
+            yield launch if is_host else replace(launch, resource="host", action="launch")
+        if not is_host:
+            yield run
