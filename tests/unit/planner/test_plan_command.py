@@ -238,7 +238,7 @@ def test_a_rack_is_one_node_of_many_hosts(capsys: pytest.CaptureFixture[str]) ->
 def test_a_job_has_its_share_of_the_interfaces() -> None:
     cluster = load_cluster("h100_8x_ndr")
     part = cluster.of_job(4)
-    assert (part.ranks_per_node, part.nics_per_node, part.ranks_per_nic) == (4, 4, 1)
+    assert (part.ranks_per_node, part.nics_per_node) == (4, 4)
     assert cluster.of_job(None) is cluster.of_job(8) is cluster
     assert part.time_us("alltoall", "inter", 1e6, 8, 4) == pytest.approx(
         cluster.time_us("alltoall", "inter", 1e6, 8, 4)
