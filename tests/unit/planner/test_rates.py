@@ -7,7 +7,6 @@ import pytest
 import yaml
 from clusters import CONFIGS, INSTANT, cluster_of, document, link, preset, shape_of
 
-from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, Link
