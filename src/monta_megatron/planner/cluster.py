@@ -194,11 +194,14 @@ class Contention:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceRate:
-    """The rate of large messages through a resource, and of what it is the rate."""
+    """The rate of large messages through a resource: of one NIC, of a rank's link or memory."""
 
     resource: Resource
     rate: Rate
-    basis: str
+    basis: Literal["measured", "published"]
+
+    def __str__(self) -> str:
+        return f"{RESOURCE_NAMES[self.resource]} {self.rate.in_both_units}, {self.basis}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,34 +433,24 @@ class Cluster:
 
     @property
     def rates(self) -> tuple[ResourceRate, ...]:
-        """The rate of large messages through every resource, and of what it is the rate."""
-        found = []
-        for resource in self.resources:
-            curve, basis = self._largest_curve(resource), "per rank"
-            if resource == "inter":
-                basis = f"per NIC, {self.nics_per_node} for {self.ranks_per_node} ranks"
-            if curve is not None:
-                of_ranks = f" of {curve.group_size} ranks" if curve.group_size > 1 else ""
-                size_bytes = curve.sizes_bytes[-1]
-                basis = f"per rank in {curve.operation}{of_ranks} at {size_bytes:,} bytes"
-            basis += ", published" if resource in self.links else ", measured"
-            rate = self.rate_of(resource)
-            found.append(ResourceRate(resource=resource, rate=rate, basis=basis))
-        return tuple(found)
+        """The rate of large messages through every resource."""
+        return tuple(
+            ResourceRate(
+                resource=resource,
+                rate=self.rate_of(resource),
+                basis="published" if resource in self.links else "measured",
+            )
+            for resource in self.resources
+        )
 
     def rate_of(self, resource: Resource) -> Rate:
         """The rate of large messages: that of the curve of the most ranks, or of the line."""
-        curve = self._largest_curve(resource)
-        if curve is not None:
-            return curve.rate
+        curves = self._curves.get(("copy" if resource == "memory" else "alltoall", resource))
+        if curves is not None:
+            return curves[max(curves)].rate
         rate = self.links[resource].rate
         assert rate is not None, "a link without curves has a rate"
         return rate
-
-    def _largest_curve(self, resource: Resource) -> Curve | None:
-        operation: PricedOperation = "copy" if resource == "memory" else "alltoall"
-        curves = self._curves.get((operation, resource))
-        return None if curves is None else curves[max(curves)]
 
     @property
     def _share_of_network(self) -> Rate:

@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from monta_megatron.chains.counts import COUNT_BYTES
 from monta_megatron.chains.program import (
@@ -132,18 +131,6 @@ INDEX_BYTES = 8
 # it once each.
 COUNT_MAP_BYTES = 6
 LIST_MAP_BYTES = 6 * 4
-
-
-class Peers(NamedTuple):
-    """Places of a group's ranks, as one of them sees it.
-
-    Attributes:
-        inter: [P] 1 for every rank on another node.
-        intra: [P] 1 for every other rank on this node.
-    """
-
-    inter: NDArray[np.int64]
-    intra: NDArray[np.int64]
 
 
 class Moved(NamedTuple):
@@ -266,18 +253,14 @@ def _exchanges(programs: Sequence[BoundProgram], series: Sequence[Operation]) ->
     assert first.group is not None, f"{first.kind}: no collective"
     chunks = [operation.chunk for operation in series]
     message_bytes = programs[0].message_bytes(programs[0].program.buffers[first.writes[0]])
-    peers = [peers_of(program.bound.layout, first.group) for program in programs]
-    sides = zip(*(program.sides(first.position) for program in programs), strict=True)
+    rows = np.array([program.sides(first.position) for program in programs])[:, :, chunks]
+    layouts = [program.bound.layout for program in programs]
     return StageTraffic(
         stage=first.stage,
         kind=first.kind,
         operation="allgather" if first.kind == "allgather" else "alltoall",
         resource=first.resource,
-        moved=_by_resource(
-            peers,
-            [[sum(message_bytes) * rows[chunks] for rows in side] for side in sides],
-            first.resource,
-        ),
+        moved=_by_resource(layouts, first.group, sum(message_bytes) * rows, first.resource),
         message_bytes=message_bytes,
         messages_overlap=first.host == "starts",
     )
@@ -327,48 +310,39 @@ def _in_memory(
     )
 
 
-@lru_cache(maxsize=4096)
-def peers_of(layout: Layout, group: GroupName) -> Peers:
-    """The ranks of the exchange in this rank's group of that name."""
-    ranks, nodes = np.array(layout.members(group, layout.rank)), np.array(layout.nodes)
-    on_node = nodes[ranks] == nodes[layout.rank]
-    return Peers(
-        inter=(~on_node).astype(np.int64), intra=(on_node & (ranks != layout.rank)).astype(np.int64)
-    )
-
-
 def _by_resource(
-    peers: Sequence[Peers], sides: Sequence[Sequence[RowCounts]], resource: Resource
+    layouts: Sequence[Layout], group: GroupName, num_bytes: RowCounts, resource: Resource
 ) -> dict[Resource, Moved]:
     """Bytes to and from each peer, by resource.
 
     Args:
-        peers: [S] the group, as each rank sees it.
-        sides: [2][S] of [C, P] bytes that leave for each peer, and that arrive from it.
+        layouts: [S] the exchange, as each rank sees it.
+        group: of the collective.
+        num_bytes: [S, 2, C, P] that leave for each peer, and that arrive from it.
         resource: that the collective occupies.
     """
+    here, elsewhere = zip(*(peers_of(layout, group) for layout in layouts), strict=True)
 
-    def moved(resource: Resource) -> RowCounts:
-        """[2, S, C]"""
-        return np.array(
-            [
-                [
-                    rows @ getattr(of_rank, resource)
-                    for rows, of_rank in zip(side, peers, strict=True)
-                ]
-                for side in sides
-            ]
-        )
+    def moved(peers: Sequence[RowCounts]) -> RowCounts:
+        """[S, 2, C, P] -> [2, S, C]."""
+        return np.einsum("skcp,sp->ksc", num_bytes, np.array(peers))
 
     # The groups of the exchange may lie on the nodes in different ways.
-    on_node = [1 + int(of_rank.intra.sum()) for of_rank in peers]
+    on_node = [1 + int(peers.sum()) for peers in here]
     by_resource: dict[Resource, Moved] = {}
-    most = max(on_node)
-    if most > 1:
-        by_resource["intra"] = Moved(moved("intra"), group_size=most, ranks_on_node=most)
+    if max(on_node) > 1:
+        by_resource["intra"] = Moved(moved(here), max(on_node), max(on_node))
     if resource == "inter":
-        by_resource["inter"] = Moved(moved("inter"), len(peers[0].inter), min(on_node))
+        by_resource["inter"] = Moved(moved(elsewhere), num_bytes.shape[-1], min(on_node))
     return by_resource
+
+
+@lru_cache(maxsize=4096)
+def peers_of(layout: Layout, group: GroupName) -> tuple[RowCounts, RowCounts]:
+    """[P] 1 for every other rank of this rank's group on its node, and for every rank elsewhere."""
+    ranks, nodes = np.array(layout.members(group, layout.rank)), np.array(layout.nodes)
+    on_node = nodes[ranks] == nodes[layout.rank]
+    return on_node & (ranks != layout.rank), ~on_node
 
 
 def _around(
@@ -397,17 +371,13 @@ def _around(
     num_ranks = len(layouts[0].nodes)
     if pass_.ids and num_ranks > 1:
         resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
-        messages = np.full((1, num_ranks), COUNT_BYTES * num_exchanged_counts)
+        messages = np.full((len(layouts), 2, 1, num_ranks), COUNT_BYTES * num_exchanged_counts)
         exchange = StageTraffic(
             stage=COUNT_EXCHANGE,
             kind="alltoall",
             operation="alltoall",
             resource=resource,
-            moved=_by_resource(
-                [peers_of(layout, "tp_ep") for layout in layouts],
-                [[messages] * len(layouts)] * 2,
-                resource,
-            ),
+            moved=_by_resource(layouts, "tp_ep", messages, resource),
         )
         before.append(exchange)
     if pass_.ids and not permutes:
