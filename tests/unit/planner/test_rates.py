@@ -77,18 +77,6 @@ def test_bits_taken_for_bytes_are_refused_in_a_file(
         load_cluster(path)
 
 
-def test_100_gigabits_are_an_eighth_of_100_gigabytes(tmp_path: Path) -> None:
-    found = []
-    preset_file = (CONFIGS / "clusters" / "a800_2x8_ib200.yaml").read_text()
-    for number, text in enumerate(("100 Gb/s", "12.5 GB/s", "100 GB/s")):
-        path = tmp_path / f"{number}.yaml"
-        lines = preset_file.replace(" rate: 22 GB/s", f" rate: {text}").splitlines()
-        # The range is that of the rate that was there.
-        path.write_text("\n".join(line for line in lines if "  range: [20 GB/s" not in line))
-        found.append(load_cluster(path).time_us("alltoall", "inter", 1e9) - 30)
-    assert found == pytest.approx([80_000, 80_000, 10_000])
-
-
 def test_every_plan_shows_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--model", "olmoe_1b_7b", "--cluster", "h100_8x_ndr", "--world-size", "8"]
     for flags in (["--ep", "8"], []):
