@@ -58,7 +58,7 @@ setup(
     packages=[*find_packages("src"), "monta_megatron.configs"],
     package_data={
         "monta_megatron.tools.launch": ["start.sh"],
-        "monta_megatron.configs": ["*/*.yaml"],
+        "monta_megatron.configs": ["*/*.yaml", "*/*/*.csv"],
     },
     install_requires=["torch>=2.6", "megatron-core>=0.16,<0.21", "numpy", "pyyaml"],
     extras_require={

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from monta_megatron.tools.calibrate.record import alone
 
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.tools.calibrate.record import alone
 
 # Seconds; a launch takes 20 where nothing else runs.
 LIMIT_S = 240

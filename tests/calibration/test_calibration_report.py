@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from monta_megatron.tools.calibrate.interfaces import count_interfaces, nics_of_nodes
+from monta_megatron.tools.calibrate.report import lines, nccl_lines
 
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import Curve
-from monta_megatron.tools.calibrate.interfaces import count_interfaces, nics_of_nodes
-from monta_megatron.tools.calibrate.report import lines, nccl_lines
 
 
 def calibrated(num_nodes: int, curve: Curve) -> Cluster:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from linear_pipeline import Stage, operation_of
-
 from monta_megatron.calibration.fitting import (
     Machine,
     _collective_start,
@@ -22,6 +21,8 @@ from monta_megatron.calibration.points import (
     choose_pairs,
     series_of_cluster,
 )
+from monta_megatron.tools.calibrate.record import Record, alone
+
 from monta_megatron.calibration.tasks import (
     COUNTS,
     MESSAGE_ROW_BYTES,
@@ -34,7 +35,6 @@ from monta_megatron.calibration.tasks import (
 from monta_megatron.planner.cluster_file import dump_measured, load_cluster
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.schedule import Work, simulate
-from monta_megatron.tools.calibrate.record import Record, alone
 
 SHAPE = NodeShape(num_nodes=2, ranks_per_node=4)
 MACHINE = Machine(

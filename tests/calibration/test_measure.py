@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from monta_megatron.tools.calibrate import run as groups_of_cluster
 from test_cluster_file import SHAPE, points_on
 
 from monta_megatron.calibration import timer
 from monta_megatron.calibration.tasks import Pair, Point, Repeated, Sample
 from monta_megatron.calibration.timer import Timer
-from monta_megatron.tools.calibrate import run as groups_of_cluster
 
 
 @pytest.mark.parametrize(

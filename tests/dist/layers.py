@@ -517,8 +517,9 @@ def compare_batch_invariant(case: Case, num_chunks: int) -> None:
 
 def calibrate_in_batch_invariant_mode() -> None:
     """What a calibration times runs in the mode, too."""
-    from monta_megatron.calibration.tasks import Point
     from monta_megatron.tools.calibrate.permutation import PERMUTATION
+
+    from monta_megatron.calibration.tasks import Point
 
     point = Point(
         operation="unpermute",

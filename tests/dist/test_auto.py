@@ -28,8 +28,12 @@ CLUSTER = Path(__file__).parents[2] / "configs/clusters/emulated_2x4_500mbit.yam
 
 def with_short_starts(cluster: Cluster) -> Cluster:
     """Costs at which the answer depends on the number of rows of 64 bytes."""
-    links = (replace(link, alpha_us=link.alpha_us / 30) for link in cluster.links)
-    return replace(cluster, links=tuple(links), launch=replace(cluster.launch, collective_us=5.0))
+    short = {
+        name: replace(link, start_us=link.start_us / 30)
+        for name in ("network", "node_link", "memory")
+        if (link := getattr(cluster, name))
+    }
+    return replace(cluster, **short, host=replace(cluster.host, collective_us=5.0))
 
 
 # 2 nodes of 2 ranks.
@@ -70,7 +74,7 @@ def test_the_planners_pick_is_said_once(pools: Pools) -> None:
 FIXED = {"moe_monta_chain": "alltoall_allgather"}
 # Other costs under the same name.
 DEARER = replace(
-    AUTO["moe_monta_cluster"], launch=replace(AUTO["moe_monta_cluster"].launch, operation_us=1.0)
+    AUTO["moe_monta_cluster"], host=replace(AUTO["moe_monta_cluster"].host, operation_us=1.0)
 )
 NAMED = {"moe_monta_chain": "hierarchical_allgather"}
 TWO = NAMED | {"moe_monta_ranks_per_node": 2}

@@ -16,7 +16,6 @@ from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.exchange.executor import combine, dispatch
-from monta_megatron.planner.plan import sent_bytes
 from monta_megatron.planner.traffic import pass_traffic
 
 # Every chain on every shape, and some twice.
@@ -79,7 +78,7 @@ def planned_bytes(case: Case, rank: int) -> BytesByPass:
             (stage.stage, resource): count
             for stage in pass_traffic([program], len(maps[rank]), case.num_blocks).pipeline
             for resource in ("inter", "intra")
-            if (count := sent_bytes(stage, resource, [1]))
+            if (count := stage.sent_bytes(resource, [1]))
         }
     return found
 

@@ -77,7 +77,6 @@ def launch_section(device: torch.device, times: PassTimes) -> str:
     from fake_world import fake_world
     from host_figures import CHAIN, CHUNKS, EP, OPERATIONS, PASS, host_figures
     from launch_counts import count_launches
-
     from monta_megatron.tools.calibrate.machine import counts_to_host_us
 
     with fake_world():

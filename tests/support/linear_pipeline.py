@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from monta_megatron.chains.program import Operation, Policy, waits_of
-from monta_megatron.planner.schedule import Work
+from monta_megatron.chains.program import Operation, Policy, Resource, waits_of
+from monta_megatron.planner.price import Work
 
 
 class Stage(NamedTuple):
@@ -14,8 +14,22 @@ class Stage(NamedTuple):
     depth: int
 
 
+def work_of(
+    stage: str, resource: Resource, times_us: tuple[float, ...], launch_us: float = 0.0
+) -> Work:
+    """A stage of a pass in which nothing moves."""
+    return Work(
+        pass_name="dispatch",
+        stage=stage,
+        resource=resource,
+        times_us=times_us,
+        launch_us=launch_us,
+    )
+
+
 def operation_of(number: int, stage: int, chunk: int, stages: Sequence[Stage]) -> Operation:
     resource = stages[stage].work.resource
+    assert resource != "host", "an operation is on the device"
     return Operation(
         number=number,
         kind="put" if resource == "memory" else "alltoall",

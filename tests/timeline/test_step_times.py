@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from linear_pipeline import Stage, operation_of
+from linear_pipeline import Stage, operation_of, work_of
 
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.step_times import DeviceRecorder, now_us
-from monta_megatron.planner.schedule import Work
 
 if not torch.cuda.is_available() or torch.version.cuda is None:
     pytest.skip("needs a GPU: events have no times elsewhere", allow_module_level=True)
 
-COPY = Stage(Work(stage="copy", resource="memory", times_us=(0.0,)), 0)
+COPY = Stage(work_of("copy", "memory", (0.0,)), 0)
 
 
 def test_events_lie_on_the_hosts_clock_and_in_order() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from linear_pipeline import Stage, operation_of, with_waits
+from linear_pipeline import Stage, operation_of, with_waits, work_of
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Operation, Policy
@@ -17,12 +17,10 @@ from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.core import Shape
 from monta_megatron.exchange.recording import Span, TimedStep, spans_of
-from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges, shape_of_model
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.pricing import AROUND_STAGES
-from monta_megatron.planner.schedule import Work
+from monta_megatron.planner.price import price
 from monta_megatron.tools.timeline.drawing import chrome_trace
 from monta_megatron.tools.timeline.picture import Comparison, end_to_end
 from monta_megatron.tools.timeline.predicted import predict
@@ -71,34 +69,23 @@ def span(
 def test_predicted_spans_are_those_of_the_schedule(
     shape: Shape, cluster: Cluster, predicted: Timeline
 ) -> None:
-    price = price_chain(shape, cluster, CHAINS["hierarchical_alltoall"], 4, "forward_backward")
+    found = price(shape, cluster, CHAINS["hierarchical_alltoall"], 4)
     (track,) = predicted.tracks
-    pass_start_us = 0.0
-    for priced in price.passes:
-        transposed = priced.pass_name in ("combine", "dispatch_backward")
-        ran = {
-            (span.stage, span.operation): span
-            for span in track.spans
-            if span.pass_name == priced.pass_name and span.action == "run"
-        }
-        # What comes before ends where the pipeline begins.
-        first_us = pass_start_us + priced.start_us
-        for number, series in enumerate(priced.program.series):
-            for turn, operation in enumerate(series):
-                work = priced.pipeline[number]
-                drawn = ran.pop((work.stage, operation.number))
-                assert drawn.chunk == (3 - turn if transposed else turn)
-                assert drawn.resource == work.resource
-                times = priced.schedule.times[operation.number]
-                assert drawn.start_us == pytest.approx(first_us + times.start_us)
-                assert drawn.end_us == pytest.approx(first_us + times.end_us)
+    ran = {
+        (span.pass_name, span.stage, span.operation): span
+        for span in track.spans
+        if span.action == "run"
+    }
+    for task, times in zip(found.tasks, found.times, strict=True):
+        work = found.works[task.work]
+        drawn = ran.pop((work.pass_name, work.stage, task.operation), None)
         # The host is ahead of the other passes.
-        around = {(AROUND_STAGES, None)} & set(ran)
-        assert around or not priced.program.pass_.ids
-        assert set(ran) == around | {(work.stage, None) for work in (*priced.before, *priced.after)}
-        pass_start_us += priced.total_us
-    assert pass_start_us == pytest.approx(price.total_us)
-    assert max(span.end_us for span in track.spans) == pytest.approx(price.total_us)
+        assert drawn is not None or (work.resource == "host" and work.pass_name != "dispatch")
+        if drawn is not None and work.resource != "host":
+            assert (drawn.chunk, drawn.resource) == (task.chunk, work.resource)
+            assert (drawn.start_us, drawn.end_us) == (times.start_us, times.end_us)
+    assert ran == {}
+    assert max(span.end_us for span in track.spans) == pytest.approx(found.total_us)
 
 
 def test_launches_take_the_host_one_at_a_time(predicted: Timeline) -> None:
@@ -140,7 +127,7 @@ def fields(spans: list[Span]) -> list[tuple[str, str, str, float, float]]:
 
 def test_spans_of_a_collective_and_the_copies_around_it() -> None:
     stages = [
-        Stage(Work(stage=name, resource=resource, times_us=(0.0,)), 0)
+        Stage(work_of(name, resource, (0.0,)), 0)
         for name, resource in (("copy", "memory"), ("alltoall", "inter"), ("order", "memory"))
     ]
     plain = [operation_of(number, number, 0, stages) for number in range(3)]
@@ -177,9 +164,7 @@ def test_a_transposed_gather_is_summed_before_what_comes_next() -> None:
         ("end", 2, 7.0),
     )
     names = (("allgather", "intra"), ("sum of allgather", "memory"), ("alltoall", "inter"))
-    stages = [
-        Stage(Work(stage=name, resource=resource, times_us=(0.0,)), 0) for name, resource in names
-    ]
+    stages = [Stage(work_of(name, resource, (0.0,)), 0) for name, resource in names]
     plain = [operation_of(number, number, 1, stages) for number in range(3)]
     operations = with_waits(plain, [[], [0], [1]], "host")
     ran = {
@@ -261,7 +246,7 @@ def test_the_command_draws_what_the_planner_picks(
     document = json.loads(capsys.readouterr().out)
     assert main(["plan", *FLAGS, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert document["title"].startswith(f"{plan['chain']} in 2 chunks, predicted")
+    assert document["title"].startswith(f"{plan['chain']} in {plan['num_chunks']} chunks")
     # Stock alltoall above it, priced as the candidate of that name.
     (stock_us,) = (row["predicted_us"] for row in plan["candidates"] if row["chain"] == "alltoall")
     assert document["ratio_to_alltoall"] == pytest.approx(stock_us / plan["predicted_us"])
@@ -305,7 +290,7 @@ def test_passes_end_to_end_by_hand() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["a.json", "--inter-rate-ratio", "2"], "--cluster: not given, must be with --inter-rate"),
+        (["a.json", "--ep", "2"], "--ep: got 2, must be left out with RECORDING"),
         ([*FLAGS, "--chain", "alltoall", "--num-chunks", "2"], "must be 1 for the serial chain"),
         ([*FLAGS, "--num-chunks", "2"], "--num-chunks: got 2, must be left out without --chain"),
         ([*FLAGS, "--experts", "8"], "--experts: got 8, must be left out with --model"),

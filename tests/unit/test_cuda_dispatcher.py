@@ -35,7 +35,7 @@ from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import planner_for
 from monta_megatron.planner.cluster import KernelChoice
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.shape import lower_expected
+from monta_megatron.planner.price import lower_expected
 
 LAYOUT = LAYOUTS[16, 1]
 COPY = "integration.count_sources.copy_to_host"

@@ -18,7 +18,7 @@ from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run as run_pass
 from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.streams import CudaStreams, Streams
-from monta_megatron.planner.chain_price import peak_bytes
+from monta_megatron.planner.price import peak_bytes
 
 NUM_CHUNKS = (1, 2, 3, 4, 6)
 # Rows weigh 2,048 and 5,120 bytes, their indices and lists a few times 8. In bf16 they are summed

@@ -19,14 +19,13 @@ from monta_megatron.chains.program import (
     Policy,
     RowFormat,
 )
-from monta_megatron.common import strict_yaml
 from monta_megatron.core import Layout
 from monta_megatron.exchange.operations import OPERATIONS
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, exchanges, shape_of_model
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import plan
-from monta_megatron.planner.shape import bind_expected, lower_expected
+from monta_megatron.planner.price import bind_expected, lower_expected
 from monta_megatron.planner.traffic import TRAFFIC
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -122,7 +121,7 @@ def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int)
     model = load_model(CONFIGS / "models/olmoe_1b_7b.yaml")
     shape = shape_of_model(model, layout, 512)
     for chain in CHAINS.values():
-        bound = bind_expected(shape, chain, 1 if chain.serial else num_chunks)
+        bound = bind_expected(shape, chain, 1 if chain.serial else num_chunks, shape.layout)
         for pass_ in FORWARD_BACKWARD:
             program = lower_expected(shape, bound, pass_, policy).program
             for operation in program.operations:
@@ -134,7 +133,7 @@ def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int)
 def test_long_sequences_hold_a_window_of_chunks() -> None:
     """131,072 tokens per rank, Qwen3-235B at EP 16 on two nodes, by PyTorch's operations."""
     model = load_model(CONFIGS / "models/qwen3_235b_a22b.yaml")
-    cluster = strict_yaml.load(Cluster, CONFIGS / "clusters/h100_8x_ndr.yaml")
+    cluster = load_cluster("h100_8x_ndr")
     (place,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
     shape = shape_of_model(model, place, 131_072)
 

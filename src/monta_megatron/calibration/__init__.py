@@ -1,1 +1,1 @@
-"""Calibration: operations to time, their timer, and the fit of cost curves."""
+"""Calibration of a cluster: what is timed, the timer, the fit, and the command."""

@@ -1,160 +1,179 @@
-"""Tasks of a calibration: single operations, pairs of them, and host work. No torch.
+"""What a calibration times: operations of several sizes, pairs of them, host work. No torch.
 
-A point is one operation at one size, by all ranks at once, as in a real exchange: every rail at
-the same time, every node at the same time. A pair is two points that run at once.
+The groups are those of an exchange of all ranks, with ETP groups of 1, 2, 4, ... and R of the R
+ranks of a node. All groups of a kind work at once, as in an exchange: every rail, every node.
+
+    inter   EP groups: all ranks at ETP 1, rails at ETP R
+    intra   ETP groups: the node at ETP R
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from itertools import combinations, groupby
+from typing import NamedTuple, TypeAlias
 
-from monta_megatron.chains.program import LINKS, PricedOperation, Resource
-
-Collective: TypeAlias = Literal["alltoall", "allgather"]
+from monta_megatron.chains.program import COLLECTIVES, PricedOperation, Resource
+from monta_megatron.core import Layout
 
 # A message is made of rows of this size, so that it can be split for any number of peers.
 MESSAGE_ROW_BYTES = 16
-# The rows of operations in memory, and the expert ids that come with them.
-HIDDEN_ROW_BYTES = 4096
-NUM_EXPERTS = 64
-TOPK = 8
-# Copies of a row that a sum adds up.
-NUM_COPIES = 2
+# A hidden row, and its copies in a sum.
+HIDDEN_ROW_BYTES, NUM_COPIES = 4096, 4
+# Bytes read and written per row; `planner.cluster` says what stands in for other operations.
+IN_MEMORY: dict[PricedOperation, int] = {
+    "copy": 2 * HIDDEN_ROW_BYTES,
+    "sum": (NUM_COPIES + 1) * HIDDEN_ROW_BYTES,
+}
+
+# Sizes per rank, up to those of real exchanges; far apart, and no powers of two, as sizes of real
+# exchanges hardly ever are.
+FIRST_BYTES: dict[Resource, int] = {"inter": 5 << 10, "intra": 5 << 10, "memory": 20 << 10}
+LAST_BYTES: dict[str, dict[Resource, int]] = {
+    "cpu": {"inter": 5 << 20, "intra": 20 << 20, "memory": 80 << 20},
+    "cuda": {"inter": 320 << 20, "intra": 320 << 20, "memory": 1280 << 20},
+}
+SIZE_FACTOR = 4
+# A curve has no fewer, whatever they take.
+LEAST_SIZES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One operation at one size.
+    """One operation of one size.
 
     Attributes:
         operation: its name.
-        resource: what the bytes go through.
+        resource: the resource through which the bytes go.
         group_size: ranks that take part; 1 for operations in memory.
-        ranks_on_node: how many of them are on each node.
         num_rows: rows to every peer, or in memory.
-        num_bytes: bytes per rank that it sends through it, or that it reads and writes.
+        row_bytes: bytes through the resource for each of them: of a rank's messages to all peers
+            there, or read and written.
     """
 
     operation: PricedOperation
     resource: Resource
     group_size: int
-    ranks_on_node: int
     num_rows: int
-    num_bytes: int
+    row_bytes: int
 
     @property
-    def name(self) -> str:
-        """The name that it is recorded under."""
-        return f"{self.operation} {self.resource} {self.group_size} {self.num_bytes}"
+    def num_bytes(self) -> int:
+        """Bytes that leave each rank through the resource, or that it reads and writes."""
+        return self.num_rows * self.row_bytes
 
     @property
-    def name_of_first(self) -> str:
-        """The name for the first of several runs in a row, where that is recorded separately."""
-        return f"{self.name}, first"
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether other ranks take part."""
-        return self.resource in LINKS
-
-    @property
-    def curve(self) -> tuple[str, str, int]:
+    def curve(self) -> tuple[Resource, PricedOperation, int]:
         """Fields shared by all points of a curve."""
         return self.resource, self.operation, self.group_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repeated:
-    """An operation several times in a row: half of a pair, timed by itself.
+class Passes(NamedTuple):
+    """Host work: all four passes of a rank with itself, on a handful of rows."""
+
+    num_chunks: int
+
+
+PASSES, CHUNKED_PASSES = Passes(num_chunks=1), Passes(num_chunks=8)
+# Stages of each of these passes.
+NUM_PASS_STAGES = 4
+
+Task: TypeAlias = Point | Passes
+
+
+class Sample(NamedTuple):
+    """Times of one run of a task.
 
     Attributes:
-        point: the operation.
-        repeats: how often.
-        other: the resource of the pair's other half.
+        us: from the start to the result.
+        launch_us: the part of it until the host was free again.
     """
 
-    point: Point
-    repeats: int
-    other: Resource
-
-    @property
-    def name(self) -> str:
-        """The name that it is recorded under."""
-        return f"{self.repeats} x {self.point.name}, without {self.other}"
+    us: float
+    launch_us: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """A collective, while an operation on another resource runs several times.
+class Pair(NamedTuple):
+    """A collective beside an operation on another resource.
 
     Attributes:
         first: the collective.
         second: the other operation.
+        repeats: how many times the second runs beside one run of the first.
     """
 
-    first: Repeated
-    second: Repeated
-
-    @property
-    def name(self) -> str:
-        """The name that it is recorded under."""
-        first, second = self.first, self.second
-        return f"{first.point.name} beside {second.repeats} x {second.point.name}"
+    first: Point
+    second: Point
+    repeats: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contenders:
-    """Two pairs of the same operations, which show by how much each slows the other.
+def etp_sizes(ranks_per_node: int) -> list[int]:
+    """Powers of two that divide R, and R; 12 -> [1, 2, 4, 12]."""
+    powers = (1 << power for power in range(ranks_per_node.bit_length()))
+    return sorted({ranks_per_node, *(size for size in powers if ranks_per_node % size == 0)})
 
-    Attributes:
-        short: the pair whose second operation ends long before the first.
-        long: the pair whose second operation goes on long after the first.
+
+def points_of(layout: Layout, device: str) -> list[Point]:
+    """All points of a cluster, curve by curve in ascending sizes.
+
+    Args:
+        layout: the exchange of all ranks.
+        device: type of the ranks' devices.
     """
+    world, on_node = len(layout.nodes), layout.ranks_per_node
+    # Operation, resource, ranks of a group, bytes of a row.
+    curves: list[tuple[PricedOperation, Resource, int, int]] = []
+    for etp in etp_sizes(on_node):
+        if etp > 1:
+            row_bytes = (etp - 1) * MESSAGE_ROW_BYTES
+            curves += [(operation, "intra", etp, row_bytes) for operation in COLLECTIVES]
+        if layout.num_nodes > 1:
+            row_bytes = (world - on_node) // etp * MESSAGE_ROW_BYTES
+            curves.append(("alltoall", "inter", world // etp, row_bytes))
+            # Only the chain `allgather` gathers across nodes, and it does so from all ranks.
+            if etp == 1:
+                curves.append(("allgather", "inter", world, row_bytes))
+    curves += [(operation, "memory", 1, row_bytes) for operation, row_bytes in IN_MEMORY.items()]
+    points = []
+    for operation, resource, group_size, row_bytes in curves:
+        num_bytes = FIRST_BYTES[resource]
+        while num_bytes <= LAST_BYTES[device][resource]:
+            points.append(
+                Point(
+                    operation=operation,
+                    resource=resource,
+                    group_size=group_size,
+                    num_rows=max(round(num_bytes / row_bytes), 1),
+                    row_bytes=row_bytes,
+                )
+            )
+            num_bytes *= SIZE_FACTOR
+    return points
 
-    short: Pair
-    long: Pair
 
-    @property
-    def tasks(self) -> tuple["Task", ...]:
-        """Timed tasks: each alone and both together, right after each other in every round."""
-        pairs = [(pair.second, pair) for pair in (self.short, self.long)]
-        # Where even one run of the second operation takes too long, both pairs are the same.
-        return tuple(dict.fromkeys([self.short.first, *pairs[0], *pairs[1]]))
+# The most that a pair's collective takes.
+PAIR_US = 60_000.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostWork:
-    """Host work around the stages of an exchange: no collective, a handful of rows.
+def choose_pairs(times_us: Mapping[Point, float]) -> list[tuple[Pair, Pair]]:
+    """Pairs of operations that chains run at once: rails, gathers of a node, copies.
 
-    Attributes:
-        name: the name that it is recorded under.
+    Args:
+        times_us: of each point that was timed, curve by curve in ascending sizes.
+
+    Returns:
+        For each two of them that the cluster has, a pair whose second operation ends long before
+        the first and one in which it goes on long after it.
     """
-
-    name: str
-
-
-# Reading counts and binding, for an exchange of all ranks; once per dispatch.
-COUNTS = HostWork(name="host counts")
-# The four passes, by executor and autograd, of a rank with itself: in one chunk, and in several.
-PASSES = HostWork(name="host passes")
-NUM_PASS_CHUNKS = 8
-PASSES_IN_CHUNKS = HostWork(name=f"host passes, {NUM_PASS_CHUNKS} chunks")
-HOST_WORK = (COUNTS, PASSES, PASSES_IN_CHUNKS)
-# Number of stages in each of these passes.
-NUM_PASS_STAGES = 4
-
-Task: TypeAlias = Point | Repeated | Pair | HostWork
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One run of one task: times of the slowest rank, or, where cores are shared, of a core.
-
-    Attributes:
-        task: its name.
-        us: from the start to the result; see `calibration.timer` for shared cores.
-        launch_us: the part of it until the host was free again.
-    """
-
-    task: str
-    us: float
-    launch_us: float
+    curves = {key: list(points) for key, points in groupby(times_us, lambda point: point.curve)}
+    rails = [curves[key] for key in sorted(curves) if key[:2] == ("inter", "alltoall")]
+    nodes = [curves[key] for key in sorted(curves) if key[:2] == ("intra", "allgather")]
+    halves = [*rails[:1], *nodes[-1:], curves["memory", "copy", 1]]
+    pairs = []
+    for firsts, seconds in combinations(halves, 2):
+        fitting = [point for point in firsts if times_us[point] <= PAIR_US]
+        # The second is a small one, so that its repeats can take any time.
+        first, second = (fitting or firsts)[-1], seconds[-LEAST_SIZES]
+        ratio = times_us[first] / times_us[second]
+        short, long = (max(round(ratio * times), 1) for times in (0.5, 2))
+        pairs.append((Pair(first, second, short), Pair(first, second, long)))
+    return pairs

@@ -2,18 +2,18 @@
 
 import argparse
 import sys
-from contextlib import nullcontext
+import time
 from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli.parser import add_json, only_the_report
-from monta_megatron.common.flags import positive, printable, whole
+from monta_megatron.common.flags import positive, whole
 from monta_megatron.common.tables import Progress, print_report, tell
 
 EXAMPLE = """\
 examples:
   torchrun --nnodes 2 --nproc-per-node 8 ... \\
-      -m monta_megatron.cli calibrate --out cluster.yaml
+      -m monta_megatron.cli calibrate --nics-per-node 8 --out cluster.yaml
   monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
       -m monta_megatron.cli calibrate --out cluster.yaml
 """
@@ -25,8 +25,7 @@ def add_parser(commands: Any) -> None:
         "calibrate",
         help="measure a cluster file for plan and bench",
         description="Measure collectives, copies and pairs of them, and write the cluster file by "
-        "which the planner chooses: one process per rank, under torchrun, srun or monta emulate. "
-        "What has been measured is kept in FILE.partial; the same command goes on from there.",
+        "which the planner chooses: one process per rank, under torchrun, srun or monta emulate.",
         epilog=EXAMPLE,
     )
     parser.add_argument("--out", metavar="FILE", help="the cluster file to write")
@@ -34,14 +33,8 @@ def add_parser(commands: Any) -> None:
         "--budget-seconds",
         metavar="X",
         type=positive,
-        default=120.0,
-        help="about (default: %(default)g); every point is measured at least once",
-    )
-    parser.add_argument(
-        "--name",
-        metavar="TEXT",
-        type=printable,
-        help="of the cluster (default: what it is made of)",
+        default=60.0,
+        help="time for everything (default: %(default)g); the smallest sizes are always measured",
     )
     parser.add_argument(
         "--ranks-per-node",
@@ -53,9 +46,8 @@ def add_parser(commands: Any) -> None:
         "--nics-per-node",
         metavar="N",
         type=whole(1),
-        help="network interfaces that they share (default: the fastest that the nodes show)",
+        help="network interfaces that they share; has to be given where there are several nodes",
     )
-    parser.add_argument("--plot", metavar="DIR", help="draw the curves there; needs matplotlib")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -64,14 +56,16 @@ def run(parsed: argparse.Namespace) -> int:
     """Measure on this rank; the first one writes and prints."""
     from monta_megatron.common.ranks import run_as_rank
 
-    return run_as_rank(lambda: _run(parsed))
+    begin_s = time.perf_counter()
+    return run_as_rank(lambda: _run(parsed, begin_s))
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _run(parsed: argparse.Namespace, begin_s: float) -> int:
+    from monta_megatron.common.files import write_whole
     from monta_megatron.common.first_rank import is_first_rank
     from monta_megatron.common.ranks import find_this_rank
-    from monta_megatron.tools.calibrate.record import alone, partial_of
-    from monta_megatron.tools.pictures import check_can_plot
+    from monta_megatron.emulation.cluster import EmulatedCluster
+    from monta_megatron.planner.cluster_file import dump_cluster
 
     # Step 1: what the flags say.
     if parsed.out is None:
@@ -81,33 +75,33 @@ def _run(parsed: argparse.Namespace) -> int:
     if is_first_rank() and (not out.parent.is_dir() or out.is_dir()):
         raise ValueError(f"--out: got {out}, must be a file in a folder that exists")
     this_rank = find_this_rank("calibrate --out FILE")
-    if this_rank.rank == 0:
-        check_can_plot(parsed.plot)
+    emulated = EmulatedCluster.from_environment()
+    nics_per_node, hardware = parsed.nics_per_node, None
+    if emulated is not None:
+        nics_per_node = nics_per_node or emulated.nics_per_node
+        hardware = f"emulated at {emulated.inter_mbit:g} Mbit/s"
 
-    # Step 2: measure, and write.
-    mine = alone(partial_of(out)) if this_rank.rank == 0 else nullcontext()
-    with mine, only_the_report():
-        from monta_megatron.tools.calibrate.report import plot_curves
-        from monta_megatron.tools.calibrate.run import CalibrationSettings, calibrate
+    # Step 2: measure.
+    with only_the_report():
+        from monta_megatron.calibration.command import calibrate
+        from monta_megatron.tools.joined_ranks import join
 
-        settings = CalibrationSettings(
-            out=out,
+        report = calibrate(
+            join(this_rank.local_rank),
             budget_s=parsed.budget_seconds,
-            name=parsed.name,
             ranks_per_node=parsed.ranks_per_node,
-            nics_per_node=parsed.nics_per_node,
+            nics_per_node=nics_per_node,
+            hardware=hardware,
+            progress=Progress("calibrate" if this_rank.rank == 0 else None),
+            begin_s=begin_s,
         )
-        progress = Progress("calibrate" if this_rank.rank == 0 else None)
-        report = calibrate(settings, this_rank.local_rank, progress)
-        if this_rank.rank == 0:
-            report.save()
     if this_rank.rank != 0:
         return 0
 
-    # Step 3: report.
+    # Step 3: write and report.
+    write_whole(out, dump_cluster(report.cluster))
     if parsed.json:
         print(report.text(), file=sys.stderr)
     print_report(report, parsed.json)
-    if parsed.plot is not None:
-        tell("calibrate", f"drew {plot_curves(report.cluster, Path(parsed.plot))}")
+    tell("calibrate", f"wrote {out}")
     return 0

@@ -86,9 +86,9 @@ class Progress:
         self._text, self._done, self._total = text, 0, total
         self._tell(text)
 
-    def step(self) -> None:
-        """One more step is done: a line every few seconds."""
-        self._done += 1
+    def step(self, done: int | None = None) -> None:
+        """So many steps are done, or one more: a line every few seconds."""
+        self._done = self._done + 1 if done is None else done
         if time.monotonic() - self._told_s > SECONDS_BETWEEN_LINES:
             self._tell(f"{self._text}: {self._done} of {self._total}")
 

@@ -15,10 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from monta_megatron.chains.program import Resource
 from monta_megatron.common.units import Rate
-from monta_megatron.planner.cluster import Cluster, Link
-from monta_megatron.planner.curves import HostCosts
+from monta_megatron.planner.cluster import Cluster, HostCosts, Link
 
 ENVIRONMENT_VARIABLE = "MONTA_EMULATED_CLUSTER"
 
@@ -96,11 +94,6 @@ def default_costs(emulated: EmulatedCluster) -> Cluster:
     the rate. All but the network's rate is as in `SOURCE`, which says where each number is from.
     """
 
-    def link(resource: Resource, alpha_us: float, rate: Rate) -> Link:
-        return Link(
-            resource=resource, alpha_us=alpha_us, rate=rate, kind="datasheet", source=SOURCE
-        )
-
     # The same cores carry both links, so the network is never the faster one for a rank.
     most = INTRA.times(emulated.ranks_per_node / emulated.nics_per_node)
     network = Rate(min(emulated.inter_mbit / 8e3, most.gbytes_per_s))
@@ -110,19 +103,19 @@ def default_costs(emulated: EmulatedCluster) -> Cluster:
         num_nodes=emulated.nodes,
         ranks_per_node=emulated.ranks_per_node,
         nics_per_node=emulated.nics_per_node,
-        kind="datasheet",
         source=SOURCE,
-        copies_block_host=True,
-        launch=HostCosts(
+        policy="host",
+        network=Link(start_us=1000.0, rate=network, source=SOURCE),
+        node_link=Link(start_us=300.0, rate=INTRA, source=SOURCE),
+        memory=Link(start_us=10.0, rate=MEMORY, source=SOURCE),
+        host=HostCosts(
             collective_us=100.0,
+            collective_peer_us=0.0,
             operation_us=0.0,
             counts_to_host_us=0.0,
-            kind="datasheet",
+            counts_us=0.0,
+            pass_us=0.0,
+            stage_us=0.0,
             source=SOURCE,
-        ),
-        links=(
-            link("inter", 1000.0, network),
-            link("intra", 300.0, INTRA),
-            link("memory", 10.0, MEMORY),
         ),
     )

@@ -203,7 +203,7 @@ def peer_groups(
         if name in names:
             members = tuple(ranks[member] for member in layout.members(name, layout.rank))
             groups[name] = _own_group(members, f"monta {name}", like)
-    return {name: _peer_group(name, groups[name], node_of) for name in sorted(names)}
+    return {name: peer_group(name, groups[name], node_of) for name in sorted(names)}
 
 
 def are_open(groups: Mapping[str, PeerGroup]) -> bool:
@@ -295,7 +295,8 @@ def _nccl_options_like(group: dist.ProcessGroup) -> Any:
     return options
 
 
-def _peer_group(name: str, group: dist.ProcessGroup, node_of: dict[int, int]) -> PeerGroup:
+def peer_group(name: str, group: dist.ProcessGroup, node_of: Mapping[int, int]) -> PeerGroup:
+    """A group with the nodes of its ranks, which are numbered as in the whole launch."""
     ranks = dist.get_process_group_ranks(group)
     return PeerGroup(
         name=name,

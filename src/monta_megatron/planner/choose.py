@@ -12,7 +12,7 @@ from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
 
 if TYPE_CHECKING:
-    from monta_megatron.planner.chain_price import ChainPrice
+    from monta_megatron.planner.price import Price
     from monta_megatron.planner.select import Selection
 
 STOCK = Choice(chain="alltoall", num_chunks=1)
@@ -86,12 +86,11 @@ class Planner:
         if self.splits_experts and splits_experts and of_tokens:
             price = of_tokens[0]
             choice = self._choice_of(price.chain.name, max(SPLITS))
-            reason = f"without its experts, as {price.name}, the fastest chain of tokens"
+            reason = f"without its experts, as {price.choice.name}, the fastest chain of tokens"
         assert self.cluster is not None, "one choice is given"
-        doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
         return choice, (
-            f"planned on {self.cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank: {price.total_us:,.0f} us, "
+            f"planned on {self.cluster.name} for up to {counted(tokens, 'token')} per rank: "
+            f"{price.total_us:,.0f} us, "
             f"{reason}; holds up to {gb_text(price.peak_bytes)}"
         )
 
@@ -118,10 +117,10 @@ class Planner:
         rest = islice(found.items(), max(most - len(split), 1))
         return dict(islice((dict(rest) | split).items(), most))
 
-    def _stock(self, selection: "Selection") -> "ChainPrice":
+    def _stock(self, selection: "Selection") -> "Price":
         return next(price for price in selection.prices if price.choice == STOCK)
 
-    def _allowed(self, selection: "Selection") -> "list[ChainPrice]":
+    def _allowed(self, selection: "Selection") -> "list[Price]":
         """Those that are not too large beside plain alltoall, the fastest first."""
         stock_bytes = self._stock(selection).peak_bytes
         # Hosts differ in the last bit, which a byte more makes up for.

@@ -1,129 +1,142 @@
-"""The cluster: nodes, and the cost of every operation on them, measured or from datasheets."""
+"""The cluster: nodes, and the cost of every operation on them, measured or published."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from monta_megatron.chains.program import COLLECTIVES, Policy, PricedOperation, Resource
+from monta_megatron.chains.program import Policy, PricedOperation, Resource
 from monta_megatron.common.nodes import consecutive_nodes, mixed_node, number_nodes
 from monta_megatron.common.rules import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    Rule,
     Text,
     require,
 )
 from monta_megatron.common.units import Rate, bytes_of_gb, counted
-from monta_megatron.planner.curves import RESOURCES, CostKind, Curve, HostCosts
+from monta_megatron.planner.curves import (
+    BY_NAME,
+    RESOURCE_NAMES,
+    RESOURCES,
+    Curve,
+    published_curves,
+)
 
 # 800 Gb/s, of the newest interfaces.
 FASTEST_NIC = Rate(100.0)
 # If a cluster has no curve for an operation, this similar operation stands in for it.
-STANDS_IN: dict[PricedOperation, PricedOperation] = {
-    "sum": "copy",
-    "find": "copy",
-    "find_lists": "find",
-    "count": "copy",
-    "lists": "copy",
-    "put": "copy",
-    "permute": "copy",
-    "unpermute": "sum",
-}
+STANDS_IN: dict[PricedOperation, PricedOperation] = {"allgather": "alltoall", "sum": "copy"}
 
 # PyTorch's operations or Triton kernels; "auto" takes Triton kernels on GPUs.
 Kernels: TypeAlias = Literal["torch", "fused"]
 KernelChoice: TypeAlias = Literal["auto", Kernels]
-
-
-class Time(NamedTuple):
-    """Time of an operation, and a note on assumptions, if any."""
-
-    us: float
-    note: str | None = None
+# The slow and the fast end of what was published.
+End: TypeAlias = Literal[0, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A resource as a straight line: for clusters that nobody has calibrated.
+    """Published figures of a resource: a line, or NCCL's curves for a GPU.
 
     Attributes:
-        resource: inter is the network, of one NIC; intra the node link (NVLink) and memory a GPU's
-            own, of one rank.
-        alpha_us: time of the smallest operation.
-        rate: in one direction; that of memory counts reads and writes together.
-        kind: whether it was measured on this cluster.
-        source: where it was published.
-        cross_rail_rate: of inter, between ranks with different positions on their nodes; none for
-            the same as `rate`.
-        conservative_rate: the lowest that was published, where `rate` is the likely one; none for
-            the same.
-        optimistic_rate: the highest; likewise.
+        rate: in one direction, of one NIC or of one rank; that of memory counts reads and writes
+            together. None with `curves`.
+        start_us: time of the smallest operation.
+        range: the lowest and the highest rate that was published, where `rate` is the likely one.
+        curves: GPU of `curves.published_curves`, in place of a line.
+        rate_ratio: rate of this GPU's link over that of the curves'.
+        source: where the figures were published.
     """
 
-    resource: Resource
-    alpha_us: NonNegativeFloat
-    rate: Rate
-    kind: CostKind
+    rate: Rate | None = None
+    start_us: NonNegativeFloat = 0.0
+    range: tuple[Rate, Rate] | None = None
+    curves: Text | None = None
+    rate_ratio: PositiveFloat = 1.0
     source: Text
-    cross_rail_rate: Rate | None = None
-    conservative_rate: Rate | None = None
-    optimistic_rate: Rate | None = None
 
     def __post_init__(self) -> None:
-        if self.resource != "inter":
-            require(not self.rate.is_of_network, "rate", self.rate.in_both_units, f"be {Rate.RULE}")
-        across = self.cross_rail_rate
-        if across is not None:
-            is_less = self.resource == "inter" and across.gbytes_per_s <= self.rate.gbytes_per_s
-            rule = f"be of inter and at most rate, {self.rate.in_both_units}"
-            require(is_less, "cross_rail_rate", f"{across} of {self.resource}", rule)
-
-    def check_ends(self) -> None:
-        """Refuse ends that do not lie on their sides of the likely rate."""
-        likely = self.rate.gbytes_per_s
-        for name, lowest, highest, rule in (
-            ("conservative_rate", 0.0, likely, "at most"),
-            ("optimistic_rate", likely, math.inf, "at least"),
-        ):
-            rate: Rate | None = getattr(self, name)
-            if rate is not None:
-                is_end = lowest <= rate.gbytes_per_s <= highest
-                where = f"links: {self.resource}: {name}"
-                require(
-                    is_end, where, rate, f"be {rule} rate, {self.rate.in_both_units}, or left out"
-                )
+        if self.curves is not None:
+            known = published_curves()
+            require(self.curves in known, "curves", self.curves, f"be one of {', '.join(known)}")
+        require(
+            (self.rate is None) != (self.curves is None), "rate", self.rate, "or curves be given"
+        )
+        if self.range is not None and self.rate is not None:
+            low, high = (rate.gbytes_per_s for rate in self.range)
+            within = low <= self.rate.gbytes_per_s <= high
+            ends = f"[{self.range[0]}, {self.range[1]}]"
+            require(within, "range", ends, f"hold rate, {self.rate.in_both_units}")
 
     def times(self, ratio: float) -> "Link":
         """The link at `ratio` times its rates."""
-        names = ("rate", "cross_rail_rate", "conservative_rate", "optimistic_rate")
-        rates = {name: rate.times(ratio) for name in names if (rate := getattr(self, name))}
-        return replace(self, **rates)
+        scaled = (
+            self if self.rate is None else replace(self, rate=self.rate.times(ratio), range=None)
+        )
+        if self.range is not None:
+            low, high = (rate.times(ratio) for rate in self.range)
+            scaled = replace(scaled, range=(low, high))
+        return replace(scaled, rate_ratio=self.rate_ratio * ratio)
 
-    def at_end(self, rate: Rate | None) -> "Link":
-        """The link if it has this rate, one of its ends, and no others."""
-        ratio = 1.0 if rate is None else rate.gbytes_per_s / self.rate.gbytes_per_s
-        return replace(self, conservative_rate=None, optimistic_rate=None).times(ratio)
-
-    def mean_rate(self, ranks_on_node: int) -> float:
-        """GB/s of an AllToAll with so many ranks on a node: bytes to one of them cross no rail."""
-        if self.cross_rail_rate is None:
-            return self.rate.gbytes_per_s
-        crossing = (ranks_on_node - 1) / self.cross_rail_rate.gbytes_per_s
-        return ranks_on_node / (1 / self.rate.gbytes_per_s + crossing)
+    def ratio_at(self, end: End) -> float:
+        """An end of the range over the likely rate."""
+        if self.range is None or self.rate is None:
+            return 1.0
+        return self.range[end].gbytes_per_s / self.rate.gbytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeSizes:
-    """Ranks and network interfaces of a node.
+class HostCosts:
+    """Host time to start an operation, for each stage and chunk, and around the stages.
+
+    The defaults are those of one processor, the reference (docs/calibration.md, host of a preset).
 
     Attributes:
-        ranks: on each node.
-        nics: network interfaces that they share evenly.
+        collective_us: to start an AllToAll or AllGather, whatever its group.
+        collective_peer_us: as much more for each other rank of the group.
+        operation_us: to hand one operation on tensors to the device, its launch included; what a
+            stage takes of them is in `planner.traffic`.
+        counts_to_host_us: to copy the counts to the host and wait for them.
+        counts_us: to count what goes where and bind a chain to it, once per dispatch.
+        pass_us: what a pass takes besides its stages: autograd and the executor.
+        stage_us: what the executor takes for each stage of each chunk.
+        speed: how many times as fast as the processor of these figures the cluster's is: all of
+            them are divided by it.
+        range: the least and the most that the speed may be; None where it was measured.
+        source: what they were measured with, or where they were published.
     """
+
+    collective_us: NonNegativeFloat = 21.8
+    collective_peer_us: NonNegativeFloat = 1.4
+    operation_us: NonNegativeFloat = 9.0
+    counts_to_host_us: NonNegativeFloat = 18.0
+    counts_us: NonNegativeFloat = 427.0
+    pass_us: NonNegativeFloat = 55.0
+    stage_us: NonNegativeFloat = 11.7
+    speed: PositiveFloat = 1.0
+    range: tuple[PositiveFloat, PositiveFloat] | None = None
+    source: Text
+
+    def __post_init__(self) -> None:
+        if self.range is not None:
+            low, high = self.range
+            require(low <= self.speed <= high, "range", [low, high], f"hold speed, {self.speed:g}")
+
+    @cached_property
+    def at_speed(self) -> "HostCosts":
+        """The same costs as this host has them: of speed 1."""
+        scaled = {
+            entry.name: getattr(self, entry.name) / self.speed
+            for entry in fields(self)
+            if entry.name.endswith("_us")
+        }
+        return replace(self, speed=1.0, range=None, **scaled)
+
+
+class NodeSizes(NamedTuple):
+    """Ranks of a node, and the network interfaces that they share evenly."""
 
     ranks: PositiveInt
     nics: PositiveInt
@@ -134,113 +147,142 @@ class NodeSizes:
         return self.ranks / self.nics / (ranks_on_node if operation == "allgather" else 1)
 
 
-Slowdown = Annotated[float, Rule("a number >= 1", lambda value: value >= 1)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Contention:
-    """Factor by which two operations slow each other while both run.
+    """Factors by which operations on two resources slow each other while both run.
 
     Attributes:
-        pair: two resources; the same one twice for two operations on one resource.
+        pair: two resources.
         factor: slowdown of the first one: 1 if the other does not affect it, 2 if it runs at
             half its rate.
-        factor_of_second: slowdown of the second one; without it the same.
-        kind: whether it was measured on this cluster.
-        source: what it was measured with, or where it was published.
+        factor_of_second: slowdown of the second one.
     """
 
     pair: tuple[Resource, Resource]
-    factor: Slowdown
-    kind: CostKind
-    source: Text
-    factor_of_second: Slowdown | None = None
+    factor: float
+    factor_of_second: float
+
+    RULE: ClassVar[str] = (
+        "two resources and the factor >= 1 by which each slows the other, such as "
+        "node_link memory 1.3 1.1 (resources: network, node_link, memory)"
+    )
+
+    def __post_init__(self) -> None:
+        for factor in (self.factor, self.factor_of_second):
+            require(1 <= factor < math.inf, "contention", factor, f"be {self.RULE}")
+
+    @classmethod
+    def from_text(cls, text: str) -> "Contention":
+        """Read "node_link memory 1.3 1.1".
+
+        Raises:
+            ValueError: the text is no such row.
+        """
+        first, second, factor, factor_of_second = text.split()
+        require({first, second} <= BY_NAME.keys(), "contention", text, f"be {cls.RULE}")
+        return cls(
+            pair=(BY_NAME[first], BY_NAME[second]),
+            factor=float(factor),
+            factor_of_second=float(factor_of_second),
+        )
+
+    def __str__(self) -> str:
+        """The row that `from_text` reads back to an equal value."""
+        names = " ".join(RESOURCE_NAMES[resource].replace(" ", "_") for resource in self.pair)
+        return f"{names} {self.factor:g} {self.factor_of_second:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceRate:
+    """The rate of large messages through a resource: of one NIC, of a rank's link or memory."""
+
+    resource: Resource
+    rate: Rate
+    basis: Literal["measured", "published"]
+
+    def __str__(self) -> str:
+        return f"{RESOURCE_NAMES[self.resource]} {self.rate.in_both_units}, {self.basis}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes and costs: at least a link or curves for every resource that the cluster has.
+    """Nodes and costs; `cluster_file` shows its file.
 
     Attributes:
         name: what users call it.
+        source: where its sizes come from, or what its costs were measured with.
         num_nodes: number of sets of ranks joined by the node link.
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share evenly.
         ranks_per_host: where several hosts make up a node, as in a rack; without it a node is one.
-        kind: whether these numbers and the memory come from this cluster or were published.
-        source: where they come from.
-        launch: host time per operation.
         memory_gb_per_rank: 1e9 bytes that a rank may use; without it memory is not checked.
-        copies_block_host: copies run on the host thread in program order, as on CPU ranks.
-        fused_kernels: price the fused kernels, which also ran when curves were measured; a training
-            prices what it runs.
-        links: each resource as a line, used where there is no curve.
-        curves: one for each operation, resource and group size.
-        contention: pairs that are not listed have factor 1, or 2 if both are the same resource.
-        doubts: what the calibration found wanting in itself; every plan notes it.
-        calibrated_node: for which the curves of inter hold; bytes of other nodes are converted to
-            those that load a network interface as much. None for this cluster's nodes.
+        policy: how its ranks run an exchange: "fused" or "streams" on GPUs, by Triton kernels or
+            PyTorch's operations; "host" on CPU ranks.
+        network: published figures of one network interface.
+        node_link: of a rank's node link.
+        memory: of a rank's memory.
+        host: host time per operation.
+        curves: measured, one for each operation, resource and group size.
+        contention: of pairs that were measured; see `factor` for the others.
+        calibrated_node: for which the curves of the network hold; bytes of other nodes are
+            converted to those that load a network interface as much. None for this cluster's nodes.
     """
 
     name: Text
+    source: Text
     num_nodes: PositiveInt
     ranks_per_node: PositiveInt
     nics_per_node: PositiveInt
-    kind: CostKind
-    source: Text
-    launch: HostCosts
     ranks_per_host: PositiveInt | None = None
     memory_gb_per_rank: PositiveFloat | None = None
-    copies_block_host: bool = False
-    fused_kernels: bool = False
-    links: tuple[Link, ...] = ()
+    policy: Policy = "fused"
+    network: Link | None = None
+    node_link: Link | None = None
+    memory: Link | None = None
+    host: HostCosts
     curves: tuple[Curve, ...] = ()
     contention: tuple[Contention, ...] = ()
-    doubts: tuple[Text, ...] = ()
-    calibrated_node: NodeSizes | None = None
+    calibrated_node: tuple[PositiveInt, PositiveInt] | None = None
 
     def __post_init__(self) -> None:
-        _refuse_twice("links", (link.resource for link in self.links))
-        _refuse_twice(
-            "curves", ((curve.operation, curve.resource, curve.group_size) for curve in self.curves)
-        )
-        _refuse_twice("contention", (tuple(sorted(entry.pair)) for entry in self.contention))
-        for curve in self.curves:
-            in_memory = curve.operation not in COLLECTIVES
-            require(
-                in_memory == (curve.resource == "memory"),
-                "curves",
-                f"{curve.operation} in {curve.resource}",
-                "be in " + ("memory" if in_memory else "inter or intra"),
-            )
-        resources = [link.resource for link in self.links]
+        keys = [(curve.operation, curve.resource, curve.group_size) for curve in self.curves]
+        for key in keys:
+            require(keys.count(key) == 1, "curves", f"{' '.join(map(str, key))} twice", "be once")
         for resource in self.resources:
-            needed = ("copy",) if resource == "memory" else COLLECTIVES
-            curves = {curve.operation for curve in self.curves if curve.resource == resource}
-            if resource not in resources and not curves.issuperset(needed):
-                raise ValueError(
-                    f"links: none for {resource}, must be given where curves has none for "
-                    f"{' and '.join(needed)} there"
-                )
-        for link in self.links:
-            link.check_ends()
+            needed = "copy" if resource == "memory" else "alltoall"
+            has_curve = any(key[:2] == (needed, resource) for key in keys)
+            if resource not in self.links and not has_curve:
+                name = RESOURCE_NAMES[resource].replace(" ", "_")
+                raise ValueError(f"{name}: missing, must be given, or {needed} of it in curves")
+        for name in ("node_link", "memory"):
+            link = getattr(self, name)
+            if link is not None and link.rate is not None:
+                has_unit = not link.rate.is_of_network
+                require(has_unit, f"{name}.rate", link.rate.in_both_units, f"be {Rate.RULE}")
+
+    @cached_property
+    def links(self) -> dict[Resource, Link]:
+        """Published figures by resource."""
+        links = {"inter": self.network, "intra": self.node_link, "memory": self.memory}
+        return {r: link for r in RESOURCES if (link := links[r]) is not None}
 
     def check_network(self) -> None:
         """Refuse rates of the network that are probably bits taken for bytes."""
-        network, node_link = self._links.get("inter"), self._links.get("intra")
-        if network is None:
+        network = self.network
+        if network is None or network.rate is None:
             return
-        share = network.rate.times(self.nics_per_node / self.ranks_per_node)
-        if node_link is not None and share.gbytes_per_s > node_link.rate.gbytes_per_s:
-            raise ValueError(
-                f"links: the network has {share.in_both_units} for each rank, must be at most the "
-                f"{node_link.rate.in_both_units} of intra; check bits and bytes"
-            )
         if network.rate.gbytes_per_s > FASTEST_NIC.gbytes_per_s:
             raise ValueError(
-                f"links: the network has {network.rate.in_both_units} for each interface, must be "
-                f"at most {FASTEST_NIC.in_both_units}; check bits and bytes"
+                f"network: {network.rate.in_both_units} for each interface, must be at most "
+                f"{FASTEST_NIC.in_both_units}; check bits and bytes"
             )
+        if "intra" in self.resources:
+            share, node_link = self._share_of_network, self.rate_of("intra")
+            if share.gbytes_per_s > node_link.gbytes_per_s:
+                raise ValueError(
+                    f"network: {share.in_both_units} for each rank, must be at most the "
+                    f"{node_link.in_both_units} of the node link; check bits and bytes"
+                )
 
     def notes_on(self, world_size: int) -> tuple[str, ...]:
         """Notes of a plan for so many ranks, on nodes filled one after the other."""
@@ -259,23 +301,9 @@ class Cluster:
             )
         return tuple(notes)
 
-    @property
-    def policy(self) -> Policy:
-        """Execution policy of programs on it."""
-        return "host" if self.copies_block_host else "fused" if self.fused_kernels else "streams"
-
     def with_kernels(self, fused: bool) -> "Cluster":
         """These costs, to price the fused kernels or PyTorch's operations."""
-        if fused == self.fused_kernels:
-            return self
-        doubts = self.doubts
-        if self.curves:
-            kernels = ("PyTorch's operations", "Triton kernels")
-            doubts += (
-                f"measured with {kernels[self.fused_kernels]}, and {kernels[fused]} run: "
-                "calibrate again",
-            )
-        return replace(self, fused_kernels=fused, doubts=doubts)
+        return self if self.policy == "host" else replace(self, policy=_POLICIES[fused])
 
     def with_kernel_choice(self, choice: KernelChoice) -> "Cluster":
         """These costs for a value of `--kernels`; "auto" is a training's "auto" on a GPU.
@@ -284,49 +312,37 @@ class Cluster:
             ValueError: fused kernels on CPU ranks.
         """
         rule = f"be auto or torch: the ranks of {self.name} are no GPUs"
-        require(choice != "fused" or not self.copies_block_host, "kernels", choice, rule)
-        return self.with_kernels(choice != "torch" and not self.copies_block_host)
+        require(choice != "fused" or self.policy != "host", "kernels", choice, rule)
+        return self.with_kernels(choice != "torch")
 
     @property
     def kernels(self) -> Kernels:
         """Kernels that copy and sum rows in the priced exchange."""
         return "fused" if self.policy == "fused" else "torch"
 
-    @property
-    def host(self) -> HostCosts:
-        """Host costs of this cluster."""
-        return self.launch.at_speed
-
     @cached_property
-    def ends(self) -> "tuple[Cluster, Cluster] | None":
-        """The cluster at the optimistic and at the conservative end of the published figures.
+    def has_range(self) -> bool:
+        """Whether a range was published for any of its figures."""
+        ranges = (self.host.range, *(link.range for link in self.links.values()))
+        return any(each is not None for each in ranges)
 
-        None where neither differs from the likely figures, as with measured curves and host times.
-        """
-        curves = {curve.resource for curve in self.curves}
-        links = [link for link in self.links if link.resource not in curves]
-        stated = (
-            *(rate for link in links for rate in (link.conservative_rate, link.optimistic_rate)),
-            self.launch.conservative_speed,
-            self.launch.optimistic_speed,
+    def at_end(self, end: End) -> "Cluster":
+        """The cluster at the slow or at the fast end of the published figures."""
+        scaled = self
+        for resource, link in self.links.items():
+            scaled = scaled.at_rate(resource, link.ratio_at(end))
+        speed = self.host.speed if self.host.range is None else self.host.range[end]
+        return replace(scaled, host=replace(self.host, speed=speed, range=None))
+
+    def at_rate(self, resource: Resource, ratio: float) -> "Cluster":
+        """The cluster where one resource has `ratio` times its rate, and the same start times."""
+        curves = tuple(
+            curve.at_rate(ratio) if curve.resource == resource else curve for curve in self.curves
         )
-        if all(end is None for end in stated):
-            return None
-        launch = self.launch
-        optimistic, conservative = (
-            replace(
-                self,
-                links=tuple(link.at_end(getattr(link, f"{end}_rate")) for link in self.links),
-                launch=replace(
-                    launch,
-                    host_speed=getattr(launch, f"{end}_speed") or launch.host_speed,
-                    conservative_speed=None,
-                    optimistic_speed=None,
-                ),
-            )
-            for end in ("optimistic", "conservative")
-        )
-        return optimistic, conservative
+        name = next(name for name, named in BY_NAME.items() if named == resource)
+        link = self.links.get(resource)
+        changed = {name: None if link is None else link.times(ratio)}
+        return replace(self, curves=curves, **changed)  # type: ignore[arg-type]
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -363,7 +379,7 @@ class Cluster:
             ranks_per_node=ranks_per_node,
             ranks_per_host=on_host,
             nics_per_node=max(self.nics_per_node * ranks_per_node // whole, 1),
-            calibrated_node=self.calibrated_node or self._node,
+            calibrated_node=self.calibrated_node or (whole, self.nics_per_node),
         )
 
     def nodes_of(
@@ -411,17 +427,43 @@ class Cluster:
         return self.num_nodes * self.ranks_per_node
 
     @property
-    def ranks_per_nic(self) -> int:
-        """Ranks of a node that share a network interface."""
-        return max(self.ranks_per_node // self.nics_per_node, 1)
-
-    @property
     def memory_bytes_per_rank(self) -> float | None:
         """Bytes that a rank may use, or None where that is not known."""
         return bytes_of_gb(self.memory_gb_per_rank)
 
+    @property
+    def rates(self) -> tuple[ResourceRate, ...]:
+        """The rate of large messages through every resource."""
+        return tuple(
+            ResourceRate(
+                resource=resource,
+                rate=self.rate_of(resource),
+                basis="published" if resource in self.links else "measured",
+            )
+            for resource in self.resources
+        )
+
+    def rate_of(self, resource: Resource) -> Rate:
+        """The rate of large messages: that of the curve of the most ranks, or of the line."""
+        curves = self._curves.get(("copy" if resource == "memory" else "alltoall", resource))
+        if curves is not None:
+            return curves[max(curves)].rate
+        rate = self.links[resource].rate
+        assert rate is not None, "a link without curves has a rate"
+        return rate
+
+    @property
+    def _share_of_network(self) -> Rate:
+        """A rank's share of its node's network."""
+        return self.rate_of("inter").times(self.nics_per_node / self.ranks_per_node)
+
     def factor(self, first: Resource, second: Resource) -> float:
-        """Factor by which an operation on `first` is slowed while one on `second` runs."""
+        """Factor by which an operation on `first` is slowed while one on `second` runs.
+
+        Where nobody has measured it, 2 on the same resource, and 1 between network and node link:
+        along a rail a message goes from memory to the NIC. A link reads and writes the memory at
+        its own rate, which leaves memory - 2 * link to what runs there.
+        """
         return self._factors[first, second]
 
     def time_us(
@@ -431,7 +473,7 @@ class Cluster:
         num_bytes: float,
         group_size: int = 1,
         ranks_on_node: int = 1,
-    ) -> Time:
+    ) -> float:
         """Time of one operation.
 
         Args:
@@ -439,75 +481,56 @@ class Cluster:
             resource: the resource through which the bytes go.
             num_bytes: bytes that leave each rank through it; in memory, bytes read and written.
             group_size: number of ranks that take part: the whole group in "inter", its part on one
-                node in "intra".
+                node in "intra". Of measured sizes the nearest by ratio is taken.
             ranks_on_node: ranks of the group on each node.
-
-        Raises:
-            ValueError: there is neither curve nor link, as for "inter" on a single node.
         """
-        named: PricedOperation | None = operation
-        while named is not None:
+        node = NodeSizes(self.ranks_per_node, self.nics_per_node)
+        for named in (operation, STANDS_IN.get(operation, operation)):
             curves = self._curves.get((named, resource))
             if curves:
-                node = self.calibrated_node
-                if node is not None and resource == "inter":
+                if self.calibrated_node is not None and resource == "inter":
                     # All ranks of a node were in a calibrated AllGather.
-                    num_bytes *= self._node.load(operation, ranks_on_node)
-                    num_bytes /= node.load(operation, node.ranks)
-                return _from_curves(curves, num_bytes, group_size)
-            named = STANDS_IN.get(named)
-        link = self._links.get(resource)
-        if link is None:
-            raise ValueError(
-                f"cluster {self.name}: no curve and no link for {operation} in {resource}"
-            )
-        gbytes_per_s = link.rate.gbytes_per_s
+                    calibrated = NodeSizes(*self.calibrated_node)
+                    num_bytes *= node.load(operation, ranks_on_node)
+                    num_bytes /= calibrated.load(operation, calibrated.ranks)
+                size = min(curves, key=lambda size: (abs(math.log(size / group_size)), -size))
+                return curves[size].time_us(num_bytes)
+        link = self.links[resource]
+        assert link.rate is not None, "a link without curves has a rate"
         if resource == "inter":
-            if operation == "alltoall":
-                gbytes_per_s = link.mean_rate(ranks_on_node)
-            num_bytes *= self._node.load(operation, ranks_on_node)
-        return Time(link.alpha_us + num_bytes / (gbytes_per_s * 1e3))
-
-    @cached_property
-    def _node(self) -> NodeSizes:
-        return NodeSizes(ranks=self.ranks_per_node, nics=self.nics_per_node)
-
-    @cached_property
-    def _links(self) -> dict[Resource, Link]:
-        return {link.resource: link for link in self.links}
+            num_bytes *= node.load(operation, ranks_on_node)
+        return link.start_us + num_bytes / (link.rate.gbytes_per_s * 1e3)
 
     @cached_property
     def _curves(self) -> dict[tuple[PricedOperation, Resource], dict[int, Curve]]:
+        """By group size: the measured ones, and the published ones where none was measured."""
+        measured = {(curve.operation, curve.resource) for curve in self.curves}
+        curves = list(self.curves)
+        link = self.node_link
+        if link is not None and link.curves is not None:
+            curves += (
+                curve.at_rate(link.rate_ratio)
+                for curve in published_curves()[link.curves]
+                if (curve.operation, "intra") not in measured
+            )
         by_size: dict[tuple[PricedOperation, Resource], dict[int, Curve]] = {}
-        for curve in self.curves:
+        for curve in curves:
             by_size.setdefault((curve.operation, curve.resource), {})[curve.group_size] = curve
         return by_size
 
     @cached_property
     def _factors(self) -> dict[tuple[Resource, Resource], float]:
         factors = {(a, b): 2.0 if a == b else 1.0 for a in RESOURCES for b in RESOURCES}
+        memory = self.rate_of("memory").gbytes_per_s
+        for link in self.resources[:-1]:
+            rate = self._share_of_network if link == "inter" else self.rate_of(link)
+            left = memory - 2 * rate.gbytes_per_s
+            factor = min(memory / left, 2.0) if left > 0 else 2.0
+            factors[link, "memory"] = factors["memory", link] = factor
         for entry in self.contention:
-            factors[entry.pair] = factors[entry.pair[::-1]] = entry.factor
-            if entry.factor_of_second is not None:
-                factors[entry.pair[::-1]] = entry.factor_of_second
+            factors[entry.pair] = entry.factor
+            factors[entry.pair[::-1]] = entry.factor_of_second
         return factors
 
 
-def _from_curves(curves: dict[int, Curve], num_bytes: float, group_size: int) -> Time:
-    """The time from the curve for this group size, or for the nearest one by ratio."""
-    notes = []
-    curve = curves.get(group_size)
-    if curve is None:
-        nearest = min(curves, key=lambda size: (abs(math.log(size / group_size)), -size))
-        curve = curves[nearest]
-        notes.append(f"no curve for {group_size} ranks, that for {nearest} taken")
-    if num_bytes > 0 and not curve.covers(num_bytes):
-        ends = (curve.sizes_bytes[0], curve.sizes_bytes[-1])
-        notes.append(f"extrapolated beyond {ends[0]:,} to {ends[1]:,} bytes")
-    note = f"{curve.operation} ({curve.resource}): {'; '.join(notes)}" if notes else None
-    return Time(curve.time_us(num_bytes), note)
-
-
-def _refuse_twice(field: str, keys: Iterable[object]) -> None:
-    for key, times in Counter(keys).items():
-        require(times == 1, field, f"{key} twice", "be given once")
+_POLICIES: dict[bool, Policy] = {True: "fused", False: "streams"}

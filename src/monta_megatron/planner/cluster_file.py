@@ -1,20 +1,46 @@
-"""Cluster files, the nearest preset for uncalibrated clusters, and changed rates."""
+"""Cluster files, and the nearest preset for a cluster without one.
+
+A file is a page that a person edits: names and sizes, then published figures, a key for each
+resource. A rate is a text with its unit, in one direction; `range` holds what was published, `rate`
+is the likely one.
+
+    name: H100, 8x InfiniBand NDR
+    source: DGX H100, 8 GPUs and 8 NICs per node; 80 GB, nvidia-h100-datasheet
+    num_nodes: 512
+    ranks_per_node: 8
+    nics_per_node: 8
+    memory_gb_per_rank: 80
+    network: {rate: 47 GB/s, range: [46 GB/s, 49 GB/s], start_us: 30, source: nccl-tests issue 290}
+    node_link: {curves: H100-80GB-HBM3, source: NCCL's times by size, clusters/curves}
+    memory: {rate: 2475 GB/s, start_us: 2.9, source: nccl issue 1264}
+    host: {speed: 1.25, range: [0.5, 1.9], source: docs/calibration.md}
+
+A calibration writes what it measured as rows in place of the figures: `curves` (operation,
+resource, ranks, then bytes that leave a rank:us) and `contention` (two resources, and by how much
+each slows the other).
+
+    policy: host
+    host: {collective_us: 525.7, operation_us: 0, counts_us: 3370.7, ..., source: monta calibrate}
+    curves:
+    - alltoall network 8 5120:6106 20480:6584 81920:8344
+    - copy memory 1 20480:12 81920:30
+    contention: [network memory 1.1 1.6]
+
+`cluster.Cluster` and its parts say what each key means.
+"""
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
-from monta_megatron.chains.program import PricedOperation, Resource
+import yaml
+
 from monta_megatron.common import presets, strict_yaml
-from monta_megatron.common.rules import Text, require
-from monta_megatron.common.units import Rate
+from monta_megatron.common.rules import require
 from monta_megatron.core import Layout
-from monta_megatron.planner.chain_price import RESOURCE_NAMES
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.curves import Curve
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -32,9 +58,30 @@ def load_cluster(path: str | Path) -> Cluster:
     return cluster
 
 
-def dump_measured(cluster: Cluster) -> str:
-    """A calibrated cluster as the text of its file."""
-    return strict_yaml.dump(strict_yaml.plain(cluster))
+def dump_cluster(cluster: Cluster) -> str:
+    """A cluster as the text of its file, without what has its default; a row is a line."""
+    data = strict_yaml.plain(cluster)
+    lines = []
+    for entry in fields(cluster):
+        value = data[entry.name]
+        if getattr(cluster, entry.name) == entry.default:
+            continue
+        if entry.name == "curves":
+            lines += [f"{entry.name}:", *(f"- {_in_line(row)}" for row in value)]
+        else:
+            if isinstance(value, dict):
+                defaults = {
+                    part.name: part.default for part in fields(getattr(cluster, entry.name))
+                }
+                value = {name: of for name, of in value.items() if of != defaults[name]}
+            lines.append(f"{entry.name}: {_in_line(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _in_line(value: object) -> str:
+    """Plain data as YAML in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+    return text.removesuffix("...\n").strip()
 
 
 # For a GPU of another family than those of the presets.
@@ -121,87 +168,5 @@ def with_inter_rate(cluster: Cluster, rate_ratio: float) -> Cluster:
     """
     holds = rate_ratio > 0 and math.isfinite(rate_ratio)
     require(holds, "rate_ratio", rate_ratio, "be a number > 0")
-    return replace(
-        cluster,
-        name=f"{cluster.name}, {RESOURCE_NAMES['inter']} x {rate_ratio:.3g}",
-        links=tuple(
-            link.times(rate_ratio) if link.resource == "inter" else link for link in cluster.links
-        ),
-        curves=tuple(
-            scaled(curve, rate_ratio) if curve.resource == "inter" else curve
-            for curve in cluster.curves
-        ),
-    )
-
-
-def scaled(curve: Curve, rate_ratio: float) -> Curve:
-    """A curve where a byte takes `1 / rate_ratio` of its time on the link.
-
-    The part of a size's time that exceeds its bytes at the curve's last slope stays as it is.
-    Starting overlaps most of the transfer, so it is not added; instead, no size becomes faster
-    than starting alone, or than it was if that is faster still.
-    """
-    start_us, us_per_byte = curve.time_us(0.0), curve.slopes[1]
-    times = []
-    for size, time in zip(curve.sizes_bytes, curve.times_us, strict=True):
-        link_us = min(size * us_per_byte, time)
-        times.append(max(time - link_us + link_us / rate_ratio, min(start_us, time)))
-    return replace(
-        curve,
-        times_us=tuple(times),
-        source=f"{curve.source}; scaled to {rate_ratio:g} of the measured rate",
-        fit=None,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResourceRate:
-    """The rate of one resource.
-
-    Attributes:
-        resource: the resource.
-        rate: of the link, or of the curve's largest size where there are curves.
-        basis: of what it is the rate, and where it comes from.
-    """
-
-    resource: Resource
-    rate: Rate
-    basis: Text
-
-    def __str__(self) -> str:
-        return f"{RESOURCE_NAMES[self.resource]} {self.rate.in_both_units} {self.basis}"
-
-
-def resource_rates(cluster: Cluster) -> tuple[ResourceRate, ...]:
-    """The rate of every resource that the cluster has."""
-    return tuple(_rates(cluster))
-
-
-def _rates(cluster: Cluster) -> Iterator[ResourceRate]:
-    links = {link.resource: link for link in cluster.links}
-    for resource in cluster.resources:
-        operation: PricedOperation = "copy" if resource == "memory" else "alltoall"
-        curves = [
-            curve
-            for curve in cluster.curves
-            if (curve.resource, curve.operation) == (resource, operation)
-        ]
-        if curves:
-            curve = max(curves, key=lambda curve: curve.group_size)
-            size = curve.sizes_bytes[-1]
-            ranks = f" of {curve.group_size} ranks" if curve.group_size > 1 else ""
-            yield ResourceRate(
-                resource=resource,
-                rate=Rate(size * 1e-3 / curve.times_us[-1]),
-                basis=f"per rank in {operation}{ranks} at {size:,} bytes, {curve.kind}",
-            )
-        else:
-            link = links[resource]
-            share = f"per NIC, {cluster.nics_per_node} for {cluster.ranks_per_node} ranks"
-            if link.cross_rail_rate is not None:
-                share += f", {link.cross_rail_rate} across rails"
-            yield ResourceRate(
-                resource=resource,
-                rate=link.rate,
-                basis=f"{share if resource == 'inter' else 'per rank'}, {link.kind}",
-            )
+    scaled = cluster.at_rate("inter", rate_ratio)
+    return replace(scaled, name=f"{cluster.name}, network x {rate_ratio:.3g}")

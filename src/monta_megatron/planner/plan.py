@@ -1,30 +1,17 @@
-"""Plans: the selected chain, every candidate with its numbers, ranges, and why each was rejected.
-
-Likely figures price a plan; both ends of the published figures bound its times.
-"""
+"""Plans: the selected chain, every candidate with its numbers, and why each was rejected."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.program import Phase, Resource
+from monta_megatron.chains.program import LINKS, Phase, Resource
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
 from monta_megatron.core import Shape
-from monta_megatron.planner.benefit import Benefit, benefit_of
-from monta_megatron.planner.chain_price import ChainPrice, price_chain
-from monta_megatron.planner.cluster import Cluster, Kernels
-from monta_megatron.planner.cluster_file import ResourceRate, resource_rates
-from monta_megatron.planner.pricing import AROUND_STAGES
-from monta_megatron.planner.schedule import serial_us
-from monta_megatron.planner.select import (
-    MARGIN,
-    Selection,
-    num_exchanged_counts,
-    percent,
-    select_chain,
-)
-from monta_megatron.planner.traffic import StageTraffic
+from monta_megatron.planner.benefit import Benefit
+from monta_megatron.planner.cluster import Cluster, End, Kernels, ResourceRate
+from monta_megatron.planner.price import Price, price
+from monta_megatron.planner.select import MARGIN, Selection, percent, select_chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +79,9 @@ class Candidate:
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
-        range_us: the least and the most that it may take, by the ends of what was published;
-            None where times were measured, and for all but the best of each chain.
+        range_us: the least and the most that it may take, by the range of the published rates;
+            None where times were measured, and for all but the choice and plain `alltoall`.
         rejected: why it was not chosen; None for the choice.
-        same_as: the plainer candidate that does the same at this layout, and so no rival; or None.
     """
 
     chain: Text
@@ -106,7 +92,6 @@ class Candidate:
     intra_bytes: NonNegativeFloat | None = None
     peak_bytes: NonNegativeFloat | None = None
     rejected: str | None = None
-    same_as: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,15 +146,17 @@ class Plan:
     @property
     def benefit(self) -> Benefit | None:
         """Benefit over plain `alltoall`; None where that was not priced."""
-        benefit = benefit_of(self.chain, self.predicted_us, self.best_us(), self.reason)
         stock = next((entry for entry in self.candidates if entry.chain == "alltoall"), None)
-        if benefit is None or stock is None or stock.range_us is None or self.range_us is None:
-            return benefit
-        ends = tuple(
-            replace(benefit, chosen_us=chosen_us, alltoall_us=alltoall_us)
-            for chosen_us, alltoall_us in zip(self.range_us, stock.range_us, strict=True)
+        if stock is None or stock.predicted_us is None:
+            return None
+        benefit = Benefit(
+            chain=self.chain, chosen_us=self.predicted_us, alltoall_us=stock.predicted_us
         )
-        return replace(benefit, ends=ends)
+        if stock.range_us is None or self.range_us is None:
+            return benefit
+        ends = zip(stock.range_us, self.range_us, strict=True)
+        ratios = [benefit.ratio, *(alltoall_us / chosen_us for alltoall_us, chosen_us in ends)]
+        return replace(benefit, ratio_range=(min(ratios), max(ratios)))
 
 
 def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
@@ -188,13 +175,12 @@ def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
 
 def plan_of(selection: Selection) -> Plan:
     """A selection with all candidates, and why each of the others was not chosen."""
-    shape, cluster, price = selection.shape, selection.cluster, selection.price
+    shape, cluster, chosen = selection.shape, selection.cluster, selection.price
     layout, routing = shape.layout, shape.routing
-    notes = (*cluster.doubts, *(note for pass_ in price.passes for note in pass_.notes))
     return Plan(
-        chain=price.chain.name,
-        num_chunks=price.num_chunks,
-        predicted_us=price.total_us,
+        chain=chosen.chain.name,
+        num_chunks=chosen.num_chunks,
+        predicted_us=chosen.total_us,
         reason=selection.reason,
         key=PlanKey(
             ep=layout.ep,
@@ -210,19 +196,15 @@ def plan_of(selection: Selection) -> Plan:
             cluster=cluster.name,
             kernels=cluster.kernels,
         ),
-        stages=stage_costs(price),
+        stages=stage_costs(chosen),
         candidates=(
-            *(
-                _candidate(candidate, plainest, selection)
-                for candidate, plainest in zip(selection.prices, selection.plainest, strict=True)
-            ),
+            *(_candidate(each, selection) for each in selection.prices),
             *(
                 Candidate(chain=name, num_chunks=None, rejected=reason)
                 for name, reason in selection.incompatible.items()
             ),
         ),
-        notes=tuple(dict.fromkeys(notes)),
-        rates=resource_rates(cluster),
+        rates=cluster.rates,
     )
 
 
@@ -245,140 +227,80 @@ def slowest_plan(shapes: Sequence[Shape], cluster: Cluster, **settings: Any) -> 
     return slowest, shape
 
 
-def _candidate(price: ChainPrice, plainest: ChainPrice, selection: Selection) -> Candidate:
-    """A price as a plan shows it.
-
-    Args:
-        price: the price.
-        plainest: that of the plainest chain that does the same; the price itself if it is that.
-        selection: with the prices of all candidates.
-    """
+def _candidate(of: Price, selection: Selection) -> Candidate:
     return Candidate(
-        chain=price.chain.name,
-        num_chunks=price.num_chunks,
-        predicted_us=price.total_us,
-        inter_bytes=_sent_bytes_of(price, "inter"),
-        intra_bytes=_sent_bytes_of(price, "intra"),
-        peak_bytes=price.peak_bytes,
-        rejected=_why_rejected(price, plainest, selection),
-        same_as=None if price is plainest else plainest.name,
+        chain=of.chain.name,
+        num_chunks=of.num_chunks,
+        predicted_us=of.total_us,
+        inter_bytes=of.sent_bytes("inter"),
+        intra_bytes=of.sent_bytes("intra"),
+        peak_bytes=of.peak_bytes,
+        rejected=_why_rejected(of, selection),
     )
 
 
-def _why_rejected(price: ChainPrice, plainest: ChainPrice, selection: Selection) -> str | None:
+def _why_rejected(of: Price, selection: Selection) -> str | None:
     """Why something that can run was not chosen; None if it was."""
-    selected = selection.price
-    same = f"the same as {plainest.name} at this layout"
-    if price is selected:
+    chosen, name = selection.price, selection.price.choice.name
+    if of is chosen:
         return None
-    if plainest is selected:
-        return same
-    if price.total_us == selected.total_us:
-        return f"as fast as {selected.name}, which is plainer"
-    if price.total_us < selected.total_us:
+    if of not in selection.rivals:
+        plainest = next(each for each in selection.rivals if each.times == of.times)
+        return f"the same as {plainest.choice.name} at this layout"
+    if of.total_us == chosen.total_us:
+        return f"as fast as {name}, which is plainer"
+    if of.total_us < chosen.total_us:
         return (
-            f"{percent(selected, price)} faster, within the margin of {MARGIN:.0%} for a "
-            "plainer chain"
+            f"{percent(chosen, of)} faster, within the margin of {MARGIN:.0%} for a plainer chain"
         )
-    resource, busy_us = price.busiest()
-    why = f"{resource} {busy_us:,.0f} us" if price is plainest else same
-    return f"{percent(price, selected)} slower; {why}"
+    resource, busy_us = of.busiest()
+    return f"{percent(of, chosen)} slower; {resource} {busy_us:,.0f} us"
 
 
-def stage_costs(price: ChainPrice) -> tuple[StageCost, ...]:
+def stage_costs(of: Price) -> tuple[StageCost, ...]:
     """Every stage of every pass, as a plan shows it."""
-    costs = []
-    for pass_, of_pass in zip(price.passes, price.traffic, strict=True):
-        if pass_.host_us > 0:
-            around = StageCost(
-                pass_name=pass_.pass_name,
-                stage=AROUND_STAGES,
-                resource="host",
-                alone_us=pass_.host_us,
-                inter_bytes=0.0,
-                intra_bytes=0.0,
-            )
-            costs.append(around)
+    costs: dict[tuple[str, str], StageCost] = {}
+    for work in of.works:
+        traffic, key = work.traffic, (work.pass_name, work.stage)
+        inter_bytes, intra_bytes = (
+            0.0 if traffic is None else traffic.sent_bytes(resource, of.num_represented)
+            for resource in LINKS
+        )
         # Finding copies and making them is one stage.
-        alone_us: dict[str, float] = {}
-        for work in pass_.works:
-            alone_us[work.stage] = alone_us.get(work.stage, 0.0) + serial_us([work])
-        costs += [
-            StageCost(
-                pass_name=pass_.pass_name,
-                stage=work.stage,
-                resource=work.resource,
-                alone_us=alone_us.pop(work.stage),
-                inter_bytes=sent_bytes(traffic, "inter", price.num_represented),
-                intra_bytes=sent_bytes(traffic, "intra", price.num_represented),
-            )
-            for work, traffic in zip(pass_.works, of_pass.stages, strict=True)
-            if work.stage in alone_us
-        ]
-    return tuple(costs)
-
-
-def sent_bytes(stage: StageTraffic, resource: Resource, num_represented: Sequence[int]) -> float:
-    """Bytes that leave ranks for others in one stage.
-
-    Args:
-        stage: what the priced ranks do in it.
-        resource: "inter" or "intra".
-        num_represented: [S] how many ranks each of them stands for.
-    """
-    if resource not in stage.moved:
-        return 0.0
-    sent: float = (stage.moved[resource].num_bytes[0].sum(axis=1) @ num_represented).item()
-    return sent
-
-
-def _sent_bytes_of(price: ChainPrice, resource: Resource) -> float:
-    """Bytes of the chain's stages, over all ranks and passes."""
-    return sum(
-        sent_bytes(stage, resource, price.num_represented)
-        for of_pass in price.traffic
-        for stage in of_pass.pipeline
-    )
+        found_us = costs[key].alone_us if key in costs else 0.0
+        costs[key] = StageCost(
+            pass_name=work.pass_name,
+            stage=work.stage,
+            resource=work.resource,
+            alone_us=found_us + work.alone_us,
+            inter_bytes=inter_bytes,
+            intra_bytes=intra_bytes,
+        )
+    return tuple(costs.values())
 
 
 def with_ranges(plan: Plan, shape: Shape, cluster: Cluster) -> Plan:
-    """A plan with the range of its choice and of each chain's fastest candidate.
+    """A plan with the range of its choice and of plain `alltoall`.
 
     Args:
         plan: made for the shape.
         shape: the exchange.
         cluster: whose likely costs were used.
     """
-    if cluster.ends is None:
+    if not cluster.has_range:
         return plan
-    shown = {id(plan.chosen)}
-    # Of each chain the fastest, and the fastest that is not the same as another one.
-    first: dict[tuple[str, bool], Candidate] = {}
-    for candidate in plan.candidates:
-        key = candidate.chain, candidate.same_as is None
-        shown.add(id(first.setdefault(key, candidate)))
-    candidates = tuple(
-        replace(candidate, range_us=_range_us(candidate, plan, shape, cluster))
-        if id(candidate) in shown
-        else candidate
-        for candidate in plan.candidates
-    )
+    ends = [cluster.at_end(end) for end in get_args(End)]
+
+    def range_us(of: Candidate) -> tuple[float, float] | None:
+        """The time at both ends, the less first."""
+        if of.num_chunks is None or (of.chain != "alltoall" and of.rejected is not None):
+            return of.range_us
+        chain, phase = CHAINS[of.chain], plan.key.phase
+        low_us, high_us = sorted(
+            price(shape, end, chain, of.num_chunks, phase).total_us for end in ends
+        )
+        return low_us, high_us
+
+    candidates = tuple(replace(each, range_us=range_us(each)) for each in plan.candidates)
     ranged = replace(plan, candidates=candidates)
     return replace(ranged, range_us=ranged.chosen.range_us)
-
-
-def _range_us(
-    candidate: Candidate, plan: Plan, shape: Shape, cluster: Cluster
-) -> tuple[float, float] | None:
-    """The time of a candidate at both ends, the less first."""
-    if candidate.num_chunks is None or cluster.ends is None:
-        return None
-    chains = {entry.chain for entry in plan.candidates}
-    chunks = [entry.num_chunks for entry in plan.candidates if entry.num_chunks is not None]
-    num_counts = num_exchanged_counts(shape, chains, chunks)
-    chain, phase = CHAINS[candidate.chain], plan.key.phase
-    optimistic_us, conservative_us = (
-        price_chain(shape, end, chain, candidate.num_chunks, phase, num_counts).total_us
-        for end in cluster.ends
-    )
-    return min(optimistic_us, conservative_us), max(optimistic_us, conservative_us)

@@ -1,20 +1,15 @@
-"""Select a chain: price every chain in every number of chunks, take the fastest or a plainer tie.
+"""Select a chain: price each in every number of chunks, take the fastest or a plainer tie."""
 
-Steps: bind the chain to the expected rows, convert them to bytes, price the stages, run each pass's
-schedule, add up the passes. The space is small, so all of it is searched.
-"""
-
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.chain import blocks_for
-from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.program import Phase
 from monta_megatron.core import Shape
-from monta_megatron.planner.chain_price import ChainPrice, price_chain
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.price import Price, price
+from monta_megatron.planner.schedule import Times
 
 NUM_CHUNKS = (1, 2, 4, 8)
 # A plainer chain is chosen if it takes at most this fraction longer than the fastest.
@@ -31,18 +26,16 @@ class Selection:
         phase: the phase that it was selected for.
         price: the price of what was selected.
         prices: of everything that can run, the fastest first.
-        plainest: [prices] the plainest that does the same; the price itself if it is that.
-        rivals: from what it was selected, the fastest first.
+        rivals: likewise; of several that do the same at this layout the plainest alone.
         incompatible: chain -> why it cannot run on the layout.
     """
 
     shape: Shape
     cluster: Cluster
     phase: Phase
-    price: ChainPrice
-    prices: Sequence[ChainPrice]
-    plainest: Sequence[ChainPrice]
-    rivals: Sequence[ChainPrice]
+    price: Price
+    prices: Sequence[Price]
+    rivals: Sequence[Price]
     incompatible: Mapping[str, str]
 
     @cached_property
@@ -52,26 +45,17 @@ class Selection:
         others = [other for other in self.rivals if other.chain is not price.chain]
         if fastest is not price:
             how = (
-                f"plainer than {fastest.name}, which is {percent(price, fastest)} faster, within "
-                f"the margin of {MARGIN:.0%}"
+                f"plainer than {fastest.choice.name}, which is {percent(price, fastest)} faster, "
+                f"within the margin of {MARGIN:.0%}"
             )
         elif others:
-            how = f"{_ratio(others[0], price):.2f}x as fast as {others[0].name}, the next chain"
+            times = _ratio(others[0], price)
+            how = f"{times:.2f}x as fast as {others[0].choice.name}, the next chain"
         else:
             how = "the only chain that can run"
         resource, busy_us = price.busiest()
         share = busy_us / price.total_us if price.total_us > 0 else 0.0
         return f"{how}; the {resource} is busy for {share:.0%} of the time"
-
-
-def num_exchanged_counts(shape: Shape, chains: Iterable[str], num_chunks: Sequence[int]) -> int:
-    """Integers to each rank in the exchange of counts, behind which one of some chains is chosen.
-
-    It holds what any of them needs that can run, in any of the numbers of chunks.
-    """
-    able = [CHAINS[name] for name in chains]
-    able = [chain for chain in able if chain.incompatibility(shape.layout) is None]
-    return message_size(able, shape.layout, blocks_for(max(num_chunks))) if able else 0
 
 
 def select_chain(
@@ -95,45 +79,42 @@ def select_chain(
         ValueError: no chain can run.
     """
     incompatible: dict[str, str] = {}
-    prices: list[ChainPrice] = []
-    num_counts = num_exchanged_counts(shape, chains, num_chunks)
+    prices: list[Price] = []
     for chain in (CHAINS[name] for name in chains):
         reason = chain.incompatibility(shape.layout)
         if reason is not None:
             incompatible[chain.name] = reason
             continue
         for chunks in (1,) if chain.serial else num_chunks:
-            prices.append(price_chain(shape, cluster, chain, chunks, phase, num_counts))
+            prices.append(price(shape, cluster, chain, chunks, phase))
     if not prices:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in incompatible.items())
         raise ValueError(f"chains: none can run: {reasons}")
-    # Hosts differ in the last bit of a price.
-    prices.sort(key=lambda price: (round(price.total_us, 1), price.plainness))
-    # The plainest of those that do the same is the one that counts.
-    plainest: dict[Hashable, ChainPrice] = {}
-    same = [plainest.setdefault(price.work, price) for price in prices]
-
-    rivals = list(plainest.values())
+    prices.sort(key=lambda each: each.rank)
+    # The plainest of those that do the same comes first.
+    unlike: dict[tuple[tuple[Times, ...], float], Price] = {}
+    for each in prices:
+        unlike.setdefault((each.times, each.peak_bytes), each)
+    rivals = list(unlike.values())
     return Selection(
         shape=shape,
         cluster=cluster,
         phase=phase,
         price=min(
             (each for each in rivals if each.total_us <= rivals[0].total_us * (1 + MARGIN)),
-            key=lambda price: price.plainness,
+            key=lambda each: each.rank[1:],
         ),
         prices=prices,
-        plainest=same,
         rivals=rivals,
         incompatible=incompatible,
     )
 
 
-def percent(slower: ChainPrice, faster: ChainPrice) -> str:
+def percent(slower: Price, faster: Price) -> str:
     """1.234 times the time -> "23%", and "under 1%" instead of nothing."""
     ratio = _ratio(slower, faster)
     return f"{ratio - 1:.0%}" if ratio >= 1.01 else "under 1%"
 
 
-def _ratio(slower: ChainPrice, faster: ChainPrice) -> float:
+def _ratio(slower: Price, faster: Price) -> float:
     return slower.total_us / faster.total_us if faster.total_us > 0 else 1.0

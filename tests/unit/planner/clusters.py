@@ -1,28 +1,29 @@
 """Clusters and shapes that the tests of this folder share."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from monta_megatron.chains.program import Resource
 from monta_megatron.cli import main
-from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
 from monta_megatron.core import Layout, Routing, Shape
-from monta_megatron.planner.cluster import Cluster, Link
-from monta_megatron.planner.curves import HostCosts
+from monta_megatron.planner.cluster import Cluster, HostCosts, Link
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.routing.expected import UniformRouting
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
-LAUNCH = HostCosts(
+# A host that takes no time.
+INSTANT = HostCosts(
     collective_us=0.0,
+    collective_peer_us=0.0,
     operation_us=0.0,
     counts_to_host_us=0.0,
-    kind="measured",
+    counts_us=0.0,
+    pass_us=0.0,
+    stage_us=0.0,
     source="by hand",
 )
 
@@ -34,29 +35,33 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return printed
 
 
-def link(resource: Resource, alpha_us: float, gbytes_per_s: float) -> Link:
-    """A link by hand."""
-    return Link(
-        resource=resource,
-        alpha_us=alpha_us,
-        rate=Rate(gbytes_per_s),
-        kind="measured",
-        source="by hand",
-    )
+def link(gbytes_per_s: float, start_us: float = 0.0) -> Link:
+    """A line by hand."""
+    return Link(rate=Rate(gbytes_per_s), start_us=start_us, source="by hand")
 
 
 def preset(name: str) -> Cluster:
     """A cluster of configs/clusters."""
-    return strict_yaml.load(Cluster, CONFIGS / "clusters" / f"{name}.yaml")
+    return load_cluster(CONFIGS / "clusters" / f"{name}.yaml")
 
 
-def with_link(cluster: Cluster, resource: Resource, **changes: float) -> Cluster:
-    """The cluster with another line for one resource."""
-    links = tuple(
-        replace(each, **changes) if each.resource == resource else each  # type: ignore[arg-type]
-        for each in cluster.links
-    )
-    return replace(cluster, links=links)
+def cluster_of(
+    network: Link, node_link: Link, memory: Link, *, ranks: int = 8, nics: int = 8, **fields: Any
+) -> Cluster:
+    """Two nodes by hand, with PyTorch's operations and an instant host."""
+    values = {
+        "name": "by hand",
+        "source": "by hand",
+        "num_nodes": 2,
+        "ranks_per_node": ranks,
+        "nics_per_node": nics,
+        "policy": "streams",
+        "network": network,
+        "node_link": node_link,
+        "memory": memory,
+        "host": INSTANT,
+    }
+    return Cluster(**{**values, **fields})
 
 
 def layout_of(ep: int, etp: int, ranks_per_node: int, num_experts: int) -> Layout:

@@ -1,15 +1,16 @@
-"""Rates: written with their unit, shown in every plan, and never more between nodes than inside."""
+"""Rates: written with their unit, shown in every plan, with their published range."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clusters import CONFIGS, document, link, preset, shape_of
+import yaml
+from clusters import CONFIGS, INSTANT, cluster_of, document, link, preset, shape_of
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, Link
-from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
+from monta_megatron.planner.cluster_file import dump_cluster, load_cluster
 from monta_megatron.planner.curves import Curve
 from monta_megatron.planner.plan import plan
 
@@ -45,14 +46,10 @@ def test_a_rate_is_written_as_it_is_read(gbytes_per_s: float) -> None:
 
 
 def test_without_a_unit_a_rate_is_of_a_network() -> None:
-    inter, intra = (each for each in A800.links if each.resource != "memory")
-    assert replace(link_without_ends(inter), rate=Rate.from_text("200G")).rate == Rate(25.0)
-    with pytest.raises(ValueError, match=r"rate: got 112.5 GB/s .* must be a rate with its unit"):
-        replace(link_without_ends(intra), rate=Rate.from_text("900G"))
-
-
-def link_without_ends(one: Link) -> Link:
-    return replace(one, conservative_rate=None, optimistic_rate=None)
+    bits = Link(rate=Rate.from_text("200G"), source="x")
+    assert replace(A800, network=bits).time_us("alltoall", "inter", 25e9) == pytest.approx(1e6)
+    with pytest.raises(ValueError, match=r"node_link.rate: got 25 GB/s .* be a rate with its unit"):
+        replace(A800, node_link=bits)
 
 
 @pytest.mark.parametrize(
@@ -60,16 +57,19 @@ def link_without_ends(one: Link) -> Link:
     [
         # 4 interfaces for 8 ranks: each rank's share is below the node link's rate.
         ((200.0, 450.0), 4, r"200 GB/s \(1,600 Gb/s\) .* at most 100 GB/s \(800 Gb/s\)"),
-        ((100.0, 50.0), 8, r"the network has 100 GB/s \(800 Gb/s\) for each rank"),
+        (
+            (100.0, 50.0),
+            8,
+            r"network: 100 GB/s \(800 Gb/s\) for each rank, must be at most the 50 ",
+        ),
         ((100.0, 50.0), 4, None),
     ],
 )
 def test_bits_taken_for_bytes_are_refused_in_a_file(
     rates: tuple[float, float], nics: int, message: str | None, tmp_path: Path
 ) -> None:
-    links = (link("inter", 1.0, rates[0]), link("intra", 1.0, rates[1]), link("memory", 1.0, 1e3))
     path = tmp_path / "cluster.yaml"
-    path.write_text(strict_yaml.dump(replace(A800, nics_per_node=nics, links=links)))
+    path.write_text(dump_cluster(cluster_of(*map(link, rates), link(1e3), nics=nics)))
     if message is None:
         load_cluster(path)
         return
@@ -77,48 +77,64 @@ def test_bits_taken_for_bytes_are_refused_in_a_file(
         load_cluster(path)
 
 
-def test_100_gigabits_are_an_eighth_of_100_gigabytes(tmp_path: Path) -> None:
-    found = []
-    for number, text in enumerate(("100 Gb/s", "12.5 GB/s", "100 GB/s")):
-        path = tmp_path / f"{number}.yaml"
-        preset_file = CONFIGS / "clusters" / "a800_2x8_ib200.yaml"
-        lines = preset_file.read_text().replace(" rate: 22 GB/s", f" rate: {text}").splitlines()
-        # Ends are those of the rate that was there.
-        kept = [line for line in lines if "conservative_" not in line and "optimistic_" not in line]
-        path.write_text("\n".join(kept))
-        cluster = strict_yaml.load(Cluster, path)
-        found.append(cluster.time_us("alltoall", "inter", 1e9).us - 30)
-    assert found == pytest.approx([80_000, 80_000, 10_000])
-
-
 def test_every_plan_shows_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--model", "olmoe_1b_7b", "--cluster", "h100_8x_ndr", "--world-size", "8"]
     for flags in (["--ep", "8"], []):
         rates = document(capsys, *command, *flags)["rates"]
-        assert [(each["resource"], each["rate"]) for each in rates] == [
-            ("inter", "47 GB/s"),
-            ("intra", "335 GB/s"),
-            ("memory", "2475 GB/s"),
-        ]
+        assert [each["resource"] for each in rates] == ["inter", "intra", "memory"]
+        assert [each["rate"] for each in rates[::2]] == ["47 GB/s", "2475 GB/s"]
 
 
-def test_a_measured_rate_is_that_of_the_largest_size() -> None:
+def test_the_rate_of_curves_is_that_of_the_largest_size() -> None:
     curve = Curve(
         operation="alltoall",
         resource="inter",
         group_size=8,
         sizes_bytes=(1_000, 2_000_000),
         times_us=(40.0, 1_000.0),
-        kind="measured",
-        source="by hand",
     )
-    network, *_ = plan(shape_of(16), replace(A800, curves=(curve,))).rates
-    assert network.rate == Rate(2.0)
-    assert network.basis == "per rank in alltoall of 8 ranks at 2,000,000 bytes, measured"
+    network, node_link, _ = plan(shape_of(16), replace(A800, curves=(curve,), network=None)).rates
+    assert str(network) == "network 2 GB/s (16 Gb/s), measured"
+    assert node_link.basis == "published"
+    assert (
+        0.667 < node_link.rate.gbytes_per_s / preset("a100_hdr").rate_of("intra").gbytes_per_s < 0.7
+    )
 
 
-def test_a_ratio_may_ask_for_a_network_faster_than_the_node_link() -> None:
-    assert with_inter_rate(A800, 100).time_us("alltoall", "inter", 1e6).us < 31
+def test_a_price_has_the_range_of_the_published_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = preset("h100_8x_ndr")
+    slow, fast = (cluster.at_end(end) for end in (0, 1))
+    assert [
+        (each.rate_of("inter"), each.rate_of("memory"), each.host.speed) for each in (slow, fast)
+    ] == [(Rate(46.0), Rate(2475.0), 0.5), (Rate(49.0), Rate(2959.0), 1.9)]
+    assert slow.rate_of("intra") == fast.rate_of("intra") == cluster.rate_of("intra")
+    # Measured figures have none.
+    measured = replace(cluster, network=link(47.0), memory=link(2475.0), host=INSTANT)
+    assert not measured.has_range
+
+    command = ["plan", "--model", "qwen3_235b_a22b", "--cluster", "h100_8x_ndr", "--tp", "2"]
+    planned = document(capsys, *command, "--world-size", "128", "--ep", "16", "--pp", "4")
+    low, high = planned["range_us"]
+    assert low < planned["predicted_us"] < high
+    low, high = planned["benefit"]["ratio_range"]
+    assert low <= planned["benefit"]["ratio"] <= high
+    ranges = {each["chain"]: each["range_us"] for each in planned["candidates"] if each["range_us"]}
+    assert ranges.keys() == {planned["chain"], "alltoall"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rate": Rate(22.0), "range": (Rate(23.0), Rate(24.0))}, "range: .* must hold rate, 22"),
+        ({}, "rate: got None, must or curves be given"),
+        ({"curves": "H100"}, "curves: got H100, must be one of A100-SXM4-80GB, H100-80GB-HBM3"),
+    ],
+)
+def test_a_link_that_says_nothing_certain_is_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Link(source="x", **fields)
+    with pytest.raises(ValueError, match=r"range: got \[2.0, 3.0\], must hold speed, 1"):
+        replace(INSTANT, range=(2.0, 3.0))
 
 
 def test_nodes_filled_in_part_and_uneven_interfaces_are_said() -> None:
@@ -127,3 +143,32 @@ def test_nodes_filled_in_part_and_uneven_interfaces_are_said() -> None:
     assert A800.notes_on(12) == ("12 ranks leave 4 of the 8 ranks of a node unused",)
     (note,) = shared.notes_on(16)
     assert note.startswith("3 interfaces cannot be shared evenly by the 8 ranks of a node")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "kernels", "priced"),
+    [
+        ("h100_8x_ndr", "auto", "fused"),
+        ("h100_8x_ndr", "torch", "torch"),
+        ("a800_2x8_ib200", "fused", "fused"),
+        ("emulated_2x4_500mbit", "auto", "torch"),
+    ],
+)
+def test_a_plan_says_which_kernels_it_prices(cluster: str, kernels: str, priced: str) -> None:
+    found = plan(shape_of(8), preset(cluster).with_kernel_choice(kernels))  # type: ignore[arg-type]
+    assert found.key.kernels == priced
+
+
+def test_fused_kernels_are_refused_on_cpu_ranks() -> None:
+    line = "^kernels: got fused, must be auto or torch: the ranks of emulated 2x4"
+    with pytest.raises(ValueError, match=line):
+        preset("emulated_2x4_500mbit").with_kernel_choice("fused")
+
+
+def test_presets_are_short_and_written_as_they_are_read() -> None:
+    paths = sorted((CONFIGS / "clusters").glob("*.yaml"))
+    lines = {path.stem: len(path.read_text().splitlines()) for path in paths}
+    assert max(lines.values()) <= 40 and sum(lines.values()) <= 640
+    for path in paths:
+        text = dump_cluster(load_cluster(path))
+        assert strict_yaml.build(Cluster, yaml.safe_load(text), "x") == load_cluster(path)

@@ -13,8 +13,10 @@ from monta_megatron.common.text import shown
 from monta_megatron.planner.models.model import MOST_LAYERS, Model, model_of
 
 # Parts of a config.json that hold keys of the text model, the outer ones first.
-PARTS = ("thinker_config", "llm_config", "language_config", "text_config")
-PARTS += ("attn_config", "ffn_config")
+PARTS = (
+    *("thinker_config", "llm_config", "language_config", "text_config"),
+    *("attn_config", "ffn_config"),
+)
 # Megatron's argument -> keys, of which the first that is there and not null is taken.
 ALIASES = {
     "num-layers": "num_hidden_layers n_layers num_layers n_layer",
@@ -258,7 +260,9 @@ def _router(flat: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
         router |= {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
     else:
         router["moe-router-score-function"] = "softmax" if scores == "softmax" else False
-        router["moe-router-pre-softmax"] = flat.get("norm_topk_prob") is False
+        # Megatron demands it of top-1.
+        is_top_1 = told.get("moe-router-topk") == 1
+        router["moe-router-pre-softmax"] = is_top_1 or flat.get("norm_topk_prob") is False
     if told.get("moe-router-topk-scaling-factor") == 1:
         router["moe-router-topk-scaling-factor"] = False
     if told.get("moe-router-num-groups") in (None, 1) or method == "greedy":

@@ -12,11 +12,11 @@ from monta_megatron.common.text import one_of
 from monta_megatron.core import Shape
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.benefit import Benefit
-from monta_megatron.planner.chain_price import price_chain
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import iteration_of
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
 from monta_megatron.planner.plan import Plan, slowest_plan
+from monta_megatron.planner.price import price
 from monta_megatron.planner.select import NUM_CHUNKS
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.tools.launch.exchanges import exchanges_of_run, num_micro_batches
@@ -87,7 +87,7 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> PlannedRun:
 
 def _over_alltoall(plan: Plan, shape: Shape, cluster: Cluster) -> Benefit:
     """Benefit of a chain that was named, which leaves nothing to choose from."""
-    stock = price_chain(shape, cluster, ALLTOALL, 1, plan.key.phase)
+    stock = price(shape, cluster, ALLTOALL, 1, plan.key.phase)
     return Benefit(chain=plan.chain, chosen_us=plan.predicted_us, alltoall_us=stock.total_us)
 
 

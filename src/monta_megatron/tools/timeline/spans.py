@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from monta_megatron.common.rules import Text
 from monta_megatron.common.tables import table
 from monta_megatron.exchange.recording import Span
-from monta_megatron.planner.chain_price import RESOURCE_NAMES
+from monta_megatron.planner.curves import RESOURCE_NAMES
 
 # With their names in tables and pictures, in their order there.
 RESOURCES_AND_HOST: Mapping[str, str] = {**RESOURCE_NAMES, "host": "host"}

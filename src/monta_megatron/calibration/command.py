@@ -1,0 +1,215 @@
+"""`monta calibrate` on one rank: its groups, the measurement, the cluster and the report."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from monta_megatron.calibration.fit import fit_contention, fit_curves, fit_host_costs
+from monta_megatron.calibration.operations import starter_of
+from monta_megatron.calibration.tasks import (
+    CHUNKED_PASSES,
+    PASSES,
+    choose_pairs,
+    etp_sizes,
+    points_of,
+)
+from monta_megatron.calibration.timer import Timer
+from monta_megatron.chains.program import Resource
+from monta_megatron.common import strict_yaml
+from monta_megatron.common.nodes import BOOT_ID
+from monta_megatron.common.tables import Progress, table
+from monta_megatron.common.units import counted
+from monta_megatron.core import GroupName, Layout
+from monta_megatron.exchange.collectives import (
+    PeerGroup,
+    find_nodes,
+    gather_objects,
+    nccl_settings,
+    new_local_group,
+    peer_group,
+)
+from monta_megatron.exchange.kernel_choice import agreed_kernels
+from monta_megatron.exchange.streams import gpu_name
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.curves import RESOURCE_NAMES, Curve
+
+# The columns of nccl-tests.
+NCCL_TESTS = ("size (B)", "time (us)", "algbw (GB/s)", "busbw (GB/s)")
+COLUMNS = "operation", "link", ">ranks", *(f">{name}" for name in NCCL_TESTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Result of `monta calibrate`.
+
+    Attributes:
+        cluster: the measured cluster.
+        runs: the fewest runs of any operation.
+        ctas: by name, the CTAs of each communicator; empty without NCCL.
+    """
+
+    cluster: Cluster
+    runs: int
+    ctas: dict[str, str]
+
+    def document(self) -> Any:
+        """The JSON document."""
+        return strict_yaml.plain(self)
+
+    def text(self) -> str:
+        """Every size by the columns of nccl-tests, CTAs and contention."""
+        cluster = self.cluster
+        rows = [
+            (curve.operation, RESOURCE_NAMES[curve.resource], curve.group_size, *row)
+            for curve in cluster.curves
+            for row in nccl_rows(curve, cluster.num_nodes)
+        ]
+        return "\n".join(
+            [
+                table(COLUMNS, rows, cluster.name),
+                *(f"communicator of {name}: CTAs {text}" for name, text in self.ctas.items()),
+                *(f"contention: {entry}" for entry in cluster.contention),
+                f"medians of {counted(self.runs, 'run')} or more",
+            ]
+        )
+
+
+def nccl_rows(curve: Curve, num_nodes: int) -> list[Sequence[object]]:
+    """Size, time, algbw and busbw of a curve's points, as nccl-tests counts them.
+
+    The size of a collective is what a rank has for, or gets from, all ranks, itself among them; a
+    curve counts what it sends through the link. busbw = algbw * (ranks - 1) / ranks.
+    """
+    ranks = curve.group_size
+    # Ranks to which the resource does not lead, the rank itself among them.
+    near = ranks // num_nodes if curve.resource == "inter" else 1
+    rows: list[Sequence[object]] = []
+    for num_bytes, us in zip(curve.sizes_bytes, curve.times_us, strict=True):
+        size = num_bytes if ranks == 1 else num_bytes * ranks // (ranks - near)
+        algbw = size / us / 1e3
+        busbw = None if ranks == 1 else f"{algbw * (ranks - 1) / ranks:.2f}"
+        rows.append((size, f"{us:.1f}", f"{algbw:.2f}", busbw))
+    return rows
+
+
+def calibrate(
+    device: torch.device,
+    budget_s: float,
+    ranks_per_node: int | None,
+    nics_per_node: int | None,
+    hardware: str | None,
+    progress: Progress,
+    begin_s: float,
+) -> Calibration:
+    """Measure; all ranks of a launch call this, and get the same result.
+
+    Args:
+        device: device of this rank.
+        budget_s: for how long the calibration may run.
+        ranks_per_node: ranks joined by the node link; None where the launcher knows.
+        nics_per_node: network interfaces of a node; needed where there are several nodes.
+        hardware: what the ranks run on; None for the name of the GPU.
+        progress: of the measurement.
+        begin_s: when the calibration began, by `time.perf_counter`.
+
+    Raises:
+        ValueError: the cluster cannot be calibrated.
+    """
+    world, on_cpu = dist.group.WORLD, device.type == "cpu"
+    assert world is not None, "the launch has been joined"
+    # Step 1: nodes and groups.
+    nodes = find_nodes(world, ranks_per_node)
+    layout = Layout(ep=len(nodes), etp=1, num_local_experts=1, rank=dist.get_rank(), nodes=nodes)
+    if len(nodes) == 1 or layout.uneven_nodes() is not None:
+        raise ValueError(f"ranks: got nodes {list(nodes)}, must be several, evenly in order")
+    num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
+    if nics_per_node is None and num_nodes > 1:
+        raise ValueError("--nics-per-node: not given, must be the network interfaces of a node")
+    nics = nics_per_node or ranks_per_node
+    groups = make_groups(layout)
+    fused = agreed_kernels("auto", device.type, world)[0] == "fused"
+
+    # Step 2: sizes, as far as the budget allows.
+    points = points_of(layout, device.type)
+    timer = Timer(
+        group=world,
+        device=device,
+        starter=starter_of(groups, device, fused),
+        ranks_per_core=find_ranks_per_core(world) if on_cpu else 1.0,
+        begin_s=begin_s,
+        budget_s=budget_s,
+    )
+    progress.phase(f"{counted(len(points), 'size')} of operations", len(points))
+    points = timer.run_sizes(points, progress)
+
+    # Step 3: host work, pairs, and all sizes again for as long as the budget lasts.
+    pairs = choose_pairs({point: timer.samples[point][0].us for point in points})
+    progress.phase("more runs, by seconds", round(budget_s))
+    runs = timer.run_rounds(
+        [PASSES, CHUNKED_PASSES, *chain.from_iterable(pairs), *points], progress
+    )
+
+    # Step 4: the cluster.
+    hardware = hardware or gpu_name() or "CPU ranks"
+    day = datetime.now(timezone.utc).date().isoformat()
+    source = f"monta calibrate, {hardware}, torch {torch.__version__}, {day}"
+    memory = None if on_cpu else torch.cuda.get_device_properties(device).total_memory / 1e9
+    cluster = Cluster(
+        name=f"{hardware}, {num_nodes} x {ranks_per_node}",
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        nics_per_node=nics,
+        source=source,
+        memory_gb_per_rank=memory,
+        policy="host" if on_cpu else "fused" if fused else "streams",
+        host=fit_host_costs(timer.samples, on_cpu, source),
+        curves=fit_curves(points, timer.samples, on_cpu),
+        contention=fit_contention(pairs, timer.excesses),
+        calibrated_node=(ranks_per_node, nics),
+    )
+    ctas = {group.name: text for group in groups.values() if (text := ctas_of(group))}
+    return Calibration(cluster=cluster, runs=runs, ctas=ctas)
+
+
+def make_groups(layout: Layout) -> dict[tuple[Resource, int], PeerGroup]:
+    """(resource, ranks) -> the group of this rank, made by all ranks in the same order.
+
+    Args:
+        layout: this rank in the exchange of all ranks.
+    """
+    groups: dict[tuple[Resource, int], PeerGroup] = {}
+    for etp in etp_sizes(layout.ranks_per_node):
+        of_etp = replace(layout, ep=len(layout.nodes) // etp, etp=etp)
+        names: dict[Resource, GroupName] = {"intra": "etp"}
+        if layout.num_nodes > 1:
+            names["inter"] = "ep"
+        for resource, name in names.items():
+            ranks = of_etp.members(name, layout.rank)
+            group = new_local_group(ranks, f"monta {resource} {etp}", dist.group.WORLD)
+            text = f"{counted(len(ranks), 'rank')}, {RESOURCE_NAMES[resource]}"
+            groups[resource, len(ranks)] = peer_group(text, group, dict(enumerate(layout.nodes)))
+    return groups
+
+
+def ctas_of(group: PeerGroup) -> str | None:
+    """The fewest and the most CTAs that a communicator may use; None without NCCL."""
+    settings = nccl_settings(group.process_group)
+    ends = (
+        os.environ.get(f"NCCL_{end}_CTAS") or settings.get(f"{end.lower()}_ctas") or "default"
+        for end in ("MIN", "MAX")
+    )
+    return " to ".join(map(str, ends)) if settings and group.size > 1 else None
+
+
+def find_ranks_per_core(world: dist.ProcessGroup) -> float:
+    """CPU ranks per core that they may use, over all emulated nodes of a machine."""
+    by_machine: dict[str, list[set[int]]] = {}
+    for name, cores in gather_objects((BOOT_ID.read_text(), os.sched_getaffinity(0)), world):
+        by_machine.setdefault(name, []).append(cores)
+    return max(1.0, *(len(ranks) / len(set().union(*ranks)) for ranks in by_machine.values()))

@@ -1,0 +1,140 @@
+"""From samples to the costs of a cluster: curves, host costs, contention. No torch."""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from statistics import median
+from typing import TypeAlias
+
+from monta_megatron.calibration.tasks import (
+    CHUNKED_PASSES,
+    NUM_PASS_STAGES,
+    PASSES,
+    Pair,
+    Point,
+    Sample,
+    Task,
+)
+from monta_megatron.chains.program import COLLECTIVES, FORWARD_BACKWARD
+from monta_megatron.planner.cluster import Contention, HostCosts
+from monta_megatron.planner.curves import Curve
+
+Samples: TypeAlias = Mapping[Task, Sequence[Sample]]
+
+
+def fit_curves(points: Sequence[Point], samples: Samples, on_cpu: bool) -> tuple[Curve, ...]:
+    """The median time of every point, as curves.
+
+    On CPU ranks without the host time to start a collective, which is part of its time there.
+
+    Args:
+        points: that were timed, curve by curve in ascending sizes.
+        samples: of each task.
+        on_cpu: whether ranks are CPU ranks.
+    """
+    start_us = least_start_us(samples, COLLECTIVES) if on_cpu else 0.0
+    curves = []
+    for (resource, operation, group_size), of_curve in groupby(points, lambda point: point.curve):
+        less_us = start_us if operation in COLLECTIVES else 0.0
+        times_us = {
+            point.num_bytes: median(sample.us for sample in samples[point]) - less_us
+            for point in of_curve
+        }
+        curves.append(
+            Curve(
+                operation=operation,
+                resource=resource,
+                group_size=group_size,
+                sizes_bytes=tuple(times_us),
+                # None may be 0.
+                times_us=tuple(max(round(us, 1), 0.1) for us in times_us.values()),
+            )
+        )
+    return tuple(curves)
+
+
+def fit_host_costs(samples: Samples, on_cpu: bool, source: str) -> HostCosts:
+    """Host time to start operations, and around the stages of a pass.
+
+    Of counts, and for each peer of a collective, it is the reference's.
+
+    Args:
+        samples: of each task.
+        on_cpu: whether ranks are CPU ranks, where the time of copies is in their curves.
+        source: of the samples.
+    """
+    # A copy is an allocation and a launch; a collective allocates what it receives.
+    operation_us = 0.0 if on_cpu else least_start_us(samples, ("copy",)) / 2
+    collective_us = least_start_us(samples, COLLECTIVES) - operation_us
+    passes_us, chunked_us = (
+        median(sample.us for sample in samples[task]) for task in (PASSES, CHUNKED_PASSES)
+    )
+    num_more_stages = (CHUNKED_PASSES.num_chunks - 1) * NUM_PASS_STAGES * len(FORWARD_BACKWARD)
+    stage_us = max(chunked_us - passes_us, 0.0) / num_more_stages
+    pass_us = passes_us / len(FORWARD_BACKWARD) - NUM_PASS_STAGES * stage_us
+    return HostCosts(
+        collective_us=round(max(collective_us, 0.0), 2),
+        operation_us=round(operation_us, 2),
+        pass_us=round(max(pass_us, 0.0), 2),
+        stage_us=round(stage_us, 2),
+        source=source,
+    )
+
+
+def least_start_us(samples: Samples, operations: Collection[str]) -> float:
+    """The least host time to start one of these operations, of any size and group."""
+    return min(
+        median(sample.launch_us for sample in runs)
+        for point, runs in samples.items()
+        if isinstance(point, Point) and point.operation in operations
+    )
+
+
+def fit_contention(
+    pairs: Sequence[tuple[Pair, Pair]], excesses: Mapping[Pair, Sequence[float]]
+) -> tuple[Contention, ...]:
+    """The factors of every two operations, from the median excess of their pairs."""
+    entries = []
+    for pair in pairs:
+        first, second = slowdowns(*(median(excesses[of_length]) for of_length in pair))
+        entries.append(
+            Contention(
+                pair=(pair[0].first.resource, pair[0].second.resource),
+                factor=round(first, 2),
+                factor_of_second=round(second, 2),
+            )
+        )
+    return tuple(entries)
+
+
+def excess_of(first_us: float, second_us: float, both_us: float) -> float:
+    """Excess time of two operations together over the longer one alone, relative to the shorter.
+
+    0 where the shorter one is hidden, 1 where they might as well run one after the other; anything
+    beyond is noise.
+    """
+    shorter_us, longer_us = sorted((first_us, second_us))
+    return min(max((both_us - longer_us) / shorter_us, 0.0), 1.0)
+
+
+def slowdowns(short_excess: float, long_excess: float) -> tuple[float, float]:
+    """By how much two operations slow each other, from their excess in two pairs.
+
+    While both run, the first is slowed by x and the second by y. A short second one takes y times
+    as long, and the first loses 1 - 1/x of that: the excess is y (1 - 1/x). With a short first one
+    it is x (1 - 1/y). Hand-worked: x = 1.25 and y = 2 give 0.4 and 0.625.
+
+    Args:
+        short_excess: excess where the second operation is the shorter one.
+        long_excess: excess where it is the longer one.
+
+    Returns:
+        x and y, from 1 to 2: at worst as slow as one after the other.
+    """
+    if short_excess + long_excess >= 2 - 1e-6:
+        return 2.0, 2.0
+    common = 1 - short_excess * long_excess
+    if common >= 2 * (1 - short_excess):
+        return 2.0, 1 / (1 - long_excess / 2)
+    if common >= 2 * (1 - long_excess):
+        return 1 / (1 - short_excess / 2), 2.0
+    return common / (1 - short_excess), common / (1 - long_excess)

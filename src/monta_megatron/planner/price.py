@@ -1,0 +1,388 @@
+"""Price of a chain in a number of chunks: bytes through the curves, operations on a schedule.
+
+A collective of a group that spans nodes moves bytes through the network and the node link at once:
+it takes the longer of the two times and occupies the network. All ranks of a group finish together,
+so the busiest one is priced; those that share its network interface are taken to be as busy.
+
+The passes of a layer run one after the other. The host launches all of them in order and is ahead
+of the device as far as the device has been busy; in a dispatch it waits for the counts, when
+nothing else is queued. Experts and other layers, behind which it could hide more, are left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from monta_megatron.chains.chain import BoundChain, Chain, blocks_for
+from monta_megatron.chains.counts import message_size
+from monta_megatron.chains.lower import lower
+from monta_megatron.chains.program import (
+    COLLECTIVES,
+    PASSES,
+    BoundProgram,
+    Operation,
+    Pass,
+    Phase,
+    Policy,
+    Program,
+    Release,
+    Resource,
+    RowFormat,
+)
+from monta_megatron.core import Choice, Layout, Shape
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.curves import RESOURCE_NAMES
+from monta_megatron.planner.layout import priced_ranks
+from monta_megatron.planner.schedule import Task, Times, simulate
+from monta_megatron.planner.traffic import (
+    COUNT_EXCHANGE,
+    FINDS,
+    PassTraffic,
+    StageTraffic,
+    num_host_operations,
+    pass_traffic,
+)
+
+# Host work of a pass besides its stages.
+AROUND_STAGES = "around the stages"
+# Of fp32, in which copies of a row are summed at least.
+LEAST_SUM_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """A stage of a pass: the same thing done for every chunk.
+
+    Attributes:
+        pass_name: dispatch, combine, or the backward pass of one of them.
+        stage: its name.
+        resource: that it occupies; "host" for the time around the stages, which is all launch.
+        times_us: [C] how long it runs alone.
+        launch_us: host time to launch it, per chunk.
+        traffic: what moves in it; None for "host".
+    """
+
+    pass_name: str
+    stage: str
+    resource: Resource | Literal["host"]
+    times_us: tuple[float, ...]
+    launch_us: float
+    traffic: StageTraffic | None = None
+
+    @property
+    def alone_us(self) -> float:
+        """Its chunks one after the other, launches included."""
+        return sum(self.times_us) + self.launch_us * len(self.times_us)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Price:
+    """The price of a chain in a given number of chunks.
+
+    Attributes:
+        chain: that runs.
+        num_chunks: in how many chunks.
+        works: of all passes, in order.
+        tasks: their chunks, in the order of issue.
+        times: when each of them runs.
+        num_represented: [ranks] number of ranks that each priced rank stands for.
+        peak_bytes: the most that the executor holds at once on one rank.
+    """
+
+    chain: Chain
+    num_chunks: int
+    works: tuple[Work, ...]
+    tasks: tuple[Task, ...]
+    times: tuple[Times, ...]
+    num_represented: tuple[int, ...]
+    peak_bytes: float
+
+    @property
+    def choice(self) -> Choice:
+        """What is priced, without its experts."""
+        return Choice(chain=self.chain.name, num_chunks=self.num_chunks)
+
+    @cached_property
+    def total_us(self) -> float:
+        """From the first launch to the last end."""
+        return max((times.end_us for times in self.times), default=0.0)
+
+    @property
+    def rank(self) -> tuple[float, bool, int, int]:
+        """Sort key: the fastest first, of equal ones the plainest. Hosts differ in the last bit."""
+        of_chain = self.chain.name != "alltoall", len(self.chain.stages), self.num_chunks
+        return round(self.total_us, 1), *of_chain
+
+    def busy_us(self, resource: str) -> float:
+        """Time for which all passes occupy a resource; "host" for the time to start all of it."""
+        if resource == "host":
+            return sum(work.launch_us * len(work.times_us) for work in self.works)
+        return sum(sum(work.times_us) for work in self.works if work.resource == resource)
+
+    def busiest(self) -> tuple[str, float]:
+        """The busiest resource, and for how long it is busy."""
+        resource = max(RESOURCE_NAMES, key=self.busy_us)
+        return RESOURCE_NAMES[resource], self.busy_us(resource)
+
+    def sent_bytes(self, resource: Resource) -> float:
+        """Bytes that leave ranks for others by the chain's stages, over all ranks and passes."""
+        in_chain = {task.work for task in self.tasks if task.operation is not None}
+        traffic = (self.works[number].traffic for number in sorted(in_chain))
+        return sum(each.sent_bytes(resource, self.num_represented) for each in traffic if each)
+
+
+def price(
+    shape: Shape,
+    cluster: Cluster,
+    chain: Chain,
+    num_chunks: int,
+    phase: Phase = "forward_backward",
+) -> Price:
+    """Price one chain in a given number of chunks.
+
+    Args:
+        shape: the exchange.
+        cluster: the cluster it runs on.
+        chain: that runs.
+        num_chunks: in how many chunks.
+        phase: whether the backward passes are priced too.
+    """
+    programs, traffic, peak = _expected(shape, chain, num_chunks, phase, cluster.policy)
+    works: list[Work] = []
+    tasks: list[Task] = []
+    for program, moved in zip(programs, traffic, strict=True):
+        pass_works = _works_of_pass(program, moved, cluster)
+        tasks += _tasks_of_pass(program, moved, pass_works, len(works), tasks)
+        works += pass_works
+    return Price(
+        chain=chain,
+        num_chunks=num_chunks,
+        works=tuple(works),
+        tasks=tuple(tasks),
+        times=simulate(tasks, cluster.factor),
+        num_represented=tuple(number for _, number in priced_ranks(shape.layout, shape.routing)),
+        peak_bytes=peak,
+    )
+
+
+# The same for every cluster with such nodes, as for both ends of published figures.
+@lru_cache(maxsize=64)
+def _expected(
+    shape: Shape, chain: Chain, num_chunks: int, phase: Phase, policy: Policy
+) -> tuple[tuple[Program, ...], tuple[PassTraffic, ...], float]:
+    """Program and traffic of every pass, and the peak of memory."""
+    ranks = priced_ranks(shape.layout, shape.routing)
+    bound = [bind_expected(shape, chain, num_chunks, layout) for layout, _ in ranks]
+    num_counts = message_size((chain,), shape.layout, blocks_for(num_chunks))
+    programs = [
+        [lower_expected(shape, of_rank, pass_, policy) for of_rank in bound]
+        for pass_ in PASSES[phase]
+    ]
+    return (
+        tuple(of_pass[0].program for of_pass in programs),
+        tuple(pass_traffic(of_pass, shape.tokens_per_rank, num_counts) for of_pass in programs),
+        max(peak_bytes(program) for of_pass in programs for program in of_pass),
+    )
+
+
+def bind_expected(shape: Shape, chain: Chain, num_chunks: int, layout: Layout) -> BoundChain:
+    """The chain bound to the expected rows of one rank.
+
+    Args:
+        shape: of the exchange.
+        chain: that runs.
+        num_chunks: in how many chunks.
+        layout: the exchange as the rank sees it.
+    """
+    counts = shape.routing.counts(chain, layout, shape.tokens_per_rank, blocks_for(num_chunks))
+    return chain.bind(layout, counts, num_chunks)
+
+
+def lower_expected(shape: Shape, of_rank: BoundChain, pass_: Pass, policy: Policy) -> BoundProgram:
+    """The program of one pass over a bound chain."""
+    sum_bytes = max(LEAST_SUM_BYTES, shape.value_bytes)
+    if of_rank.chain.rows == "permuted tokens":
+        # Megatron reduces permuted tokens in the dtype of their probabilities.
+        sum_bytes = max(sum_bytes, shape.prob_bytes)
+    row = RowFormat(
+        hidden_size=shape.hidden_size,
+        value_bytes=shape.value_bytes,
+        prob_bytes=shape.prob_bytes,
+        sum_bytes=sum_bytes,
+    )
+    return lower(of_rank, pass_, row, shape.routing.max_experts_per_token, policy)
+
+
+def peak_bytes(bound: BoundProgram) -> float:
+    """Peak of a pass's output, messages, and sums with their converted terms.
+
+    Indices are left out. In a chain of tokens they take up to 32 bytes for each copy of a row, kept
+    until backward, and about 25 for each row and part while the copies are found.
+
+    Returns:
+        Bytes on this rank beyond the pass's input.
+    """
+    program = bound.program
+    sizes = {slot: max(map(bound.num_bytes, buffers)) for slot, buffers in program.slots.items()}
+    live = {program.buffers[0].slot: 0.0}
+    if program.policy != "host":
+        # Those that are held until the join are allocated before the first operation.
+        held = (buffer for buffer in program.buffers if buffer.release is not Release.LAST_READ)
+        live = {buffer.slot: sizes[buffer.slot] for buffer in held} | live
+    peak = sum(live.values())
+
+    def end(operation: Operation) -> None:
+        for number in {*operation.reads, *operation.writes, *operation.scratch}:
+            buffer = program.buffers[number]
+            # A buffer that nothing reads, such as scratch memory, is needed by its own operation.
+            if buffer.release is Release.LAST_READ and buffer.last_read in (-1, operation.number):
+                live.pop(buffer.slot, None)
+
+    for operation in program.operations:
+        for number in operation.waits:
+            end(program.operations[number])
+        for number in (*operation.writes, *operation.scratch):
+            slot = program.buffers[number].slot
+            live.setdefault(slot, sizes[slot])
+        peak = max(peak, sum(live.values()))
+        if not operation.is_collective:
+            end(operation)
+    return peak
+
+
+def _works_of_pass(program: Program, traffic: PassTraffic, cluster: Cluster) -> list[Work]:
+    """Everything that one pass does: around the stages, before the program, in it, after it."""
+    pass_, host = program.pass_, cluster.host.at_speed
+    num_chunks = len(program.series[0]) if program.series else 1
+    host_us = host.pass_us + (host.counts_us if pass_.ids else 0.0)
+    works = [
+        Work(
+            pass_name=pass_.name,
+            stage=AROUND_STAGES,
+            resource="host",
+            times_us=(0.0,),
+            launch_us=host_us,
+        )
+    ]
+    for stage in traffic.stages:
+        in_program = stage in traffic.pipeline
+        operations = num_host_operations(
+            stage.kind, pass_, program.row, program.policy, num_chunks if in_program else 1
+        )
+        launch_us = host.operation_us * operations
+        if stage.operation in COLLECTIVES:
+            num_peers = max((moved.group_size for moved in stage.moved.values()), default=1) - 1
+            launch_us += host.collective_us + host.collective_peer_us * num_peers
+        launch_us *= len(stage.message_bytes)
+        if stage.stage == COUNT_EXCHANGE:
+            launch_us += host.counts_to_host_us
+        if in_program and stage.kind not in FINDS:
+            # Finding copies and making them is one stage to the host.
+            launch_us += host.stage_us
+        times = [_times_us(stage, resource, cluster) for resource in stage.moved]
+        works.append(
+            Work(
+                pass_name=pass_.name,
+                stage=stage.stage,
+                resource=stage.resource,
+                times_us=tuple(map(max, zip(*times, strict=True))),
+                launch_us=launch_us,
+                traffic=stage,
+            )
+        )
+    return works
+
+
+def _tasks_of_pass(
+    program: Program,
+    traffic: PassTraffic,
+    works: Sequence[Work],
+    first_work: int,
+    before: Sequence[Task],
+) -> list[Task]:
+    """The tasks of one pass, after those of the passes before it.
+
+    Args:
+        program: of the pass.
+        traffic: likewise.
+        works: likewise.
+        first_work: number of the first of them.
+        before: all tasks so far.
+    """
+    first = len(before)
+    tasks: list[Task] = []
+    on_host = program.policy == "host"
+    # The host of a device waits for the counts alone.
+    waits = on_host or program.pass_.ids
+
+    def open_ends() -> tuple[int, ...]:
+        """Tasks that no other comes after."""
+        followed = {number for task in tasks for number in (*task.after, *task.launch_after)}
+        numbers = range(first, first + len(tasks))
+        return tuple(sorted(set(numbers) - followed)) or ((first - 1,) if first else ())
+
+    def add_around(work: int) -> None:
+        """Work of one chunk, after everything so far."""
+        ends = open_ends()
+        of_work = works[work]
+        resource = "memory" if of_work.resource == "host" else of_work.resource
+        task = Task(
+            work=first_work + work,
+            chunk=None,
+            operation=None,
+            resource=resource,
+            us=of_work.times_us[0],
+            launch_us=of_work.launch_us,
+            after=ends,
+            launch_after=ends if waits else (),
+        )
+        tasks.append(task)
+
+    num_before = 1 + len(traffic.before)
+    for work in range(num_before):
+        add_around(work)
+    begin = open_ends()
+    offset = first + len(tasks)
+    times = [iter(work.times_us) for work in works[num_before:]]
+    for operation in program.operations:
+        after = tuple(offset + number for number in operation.after)
+        launch_after = tuple(offset + number for number in operation.launch_after)
+        work = num_before + operation.series
+        tasks.append(
+            Task(
+                work=first_work + work,
+                chunk=operation.chunk,
+                operation=operation.number,
+                resource=operation.resource,
+                us=next(times[operation.series]),
+                launch_us=works[work].launch_us,
+                after=after or begin,
+                launch_after=launch_after or (begin if waits else ()),
+                copies_at_launch=operation.host == "starts",
+            )
+        )
+    waits = on_host
+    for work in range(num_before + len(traffic.pipeline), len(works)):
+        add_around(work)
+    return tasks
+
+
+def _times_us(stage: StageTraffic, resource: Resource, cluster: Cluster) -> list[float]:
+    """[C] us in one resource, for all messages as a GPU stream or a host handles them."""
+    num_bytes, group_size, ranks_on_node = stage.moved[resource]
+    row_bytes, messages = sum(stage.message_bytes), stage.message_bytes
+    if stage.messages_overlap and resource == "inter":
+        messages = (row_bytes,)
+    busiest: list[float] = num_bytes.max(axis=(0, 1)).tolist()
+    # Most chunks are as large as others, so each size is looked up once.
+    times_us = {
+        moved: sum(
+            cluster.time_us(
+                stage.operation, resource, moved * message / row_bytes, group_size, ranks_on_node
+            )
+            for message in messages
+        )
+        for moved in set(busiest)
+    }
+    return [times_us[moved] for moved in busiest]

@@ -1,0 +1,235 @@
+"""Prices by hand: bytes and microseconds of all chains, the host's part, shared interfaces."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from clusters import INSTANT, cluster_of, layout_of, link, preset, shape_of
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.counts import message_size
+from monta_megatron.core import Shape
+from monta_megatron.planner.price import AROUND_STAGES, Price, Work, price
+
+# Two nodes of two ranks: 1 GB/s for each rank between nodes, 10 inside, copies in no time.
+BY_HAND = cluster_of(link(1.0), link(10.0), link(1e9), ranks=2, nics=2)
+H100 = preset("h100_8x_ndr").with_kernels(fused=False)
+
+
+def by_hand_shape(ep: int, etp: int) -> Shape:
+    """600 tokens of 1,000 bytes, top-2 of 4 experts.
+
+    Of a rank's 1,200 pairs a quarter goes to each expert. A token has an expert on a node with
+    1 - 1/C(4, 2) = 5/6, hence 500 tokens, and on a rank at EP 4 with 1/2, hence 300.
+    """
+    return shape_of(ep, etp, ranks_per_node=2, num_experts=4, topk=2, tokens=600, hidden=500)
+
+
+def works(found: Price, pass_name: str, stage: str | None = None) -> list[Work]:
+    return [
+        work for work in found.works if work.pass_name == pass_name and stage in (None, work.stage)
+    ]
+
+
+# A pair has a probability of 4 bytes, a token 2 of them and 2 ids of 4: with them 1,016 bytes, or
+# 1,024 where all lie in one message. Ids go out in dispatch alone, probabilities come back.
+#
+#   alltoall                300 pairs to each of 2 ranks of the other node, and to 1 of this one
+#   allgather               600 tokens to each of them: a ring crosses once per node, half of it by
+#                           each NIC; parts of sums go back to every rank
+#   alltoall_dedup          300 tokens to each rank
+#   alltoall_allgather      EP 2 x ETP 2: 600 pairs to the other node; 1,200 to the other ETP rank
+#   hierarchical_allgather  500 tokens to the other node; 500 of each node to the other rank
+#   hierarchical_alltoall   500 tokens to the other node; of 1,200 half to the other rank
+BYTES: Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]] = {
+    "alltoall": {
+        "dispatch": ((600 * 1004, 300 * 1004),),
+        "combine": ((600 * 1000, 300 * 1000),),
+        "dispatch_backward": ((600 * 1004, 300 * 1004),),
+    },
+    "allgather": {
+        "dispatch": ((1200 * 1016, 600 * 1016),),
+        "combine": ((1200 * 1000, 600 * 1000),),
+        "dispatch_backward": ((1200 * 1008, 600 * 1008),),
+    },
+    "alltoall_dedup": {
+        "dispatch": ((600 * 1024, 300 * 1024),),
+        "combine": ((600 * 1000, 300 * 1000),),
+        "dispatch_backward": ((600 * 1008, 300 * 1008),),
+    },
+    "alltoall_allgather": {
+        "dispatch": ((600 * 1004, 0), (0, 1200 * 1004)),
+        "combine": ((0, 1200 * 1000), (600 * 1000, 0)),
+        "dispatch_backward": ((0, 1200 * 1004), (600 * 1004, 0)),
+    },
+    "hierarchical_allgather": {
+        "dispatch": ((500 * 1024, 0), (0, 1000 * 1024)),
+        "combine": ((0, 1000 * 1000), (500 * 1000, 0)),
+        "dispatch_backward": ((0, 1000 * 1008), (500 * 1008, 0)),
+    },
+    "hierarchical_alltoall": {
+        "dispatch": ((500 * 1024, 0), (0, 600 * 1024)),
+        "combine": ((0, 600 * 1000), (500 * 1000, 0)),
+        "dispatch_backward": ((0, 600 * 1008), (500 * 1008, 0)),
+    },
+}
+# One after the other: dispatch, combine, combine backward, dispatch backward, in us.
+ONE_CHUNK_US = {
+    "alltoall": 602.4 + 600 + 600 + 602.4,
+    "allgather": 609.6 + 1200 + 600 + 1209.6,
+    "alltoall_dedup": 614.4 + 600 + 600 + 604.8,
+    "alltoall_allgather": 602.4 + 120.48 + 2 * (600 + 120) + 602.4 + 120.48,
+    "hierarchical_allgather": 512 + 102.4 + 2 * (500 + 100) + 504 + 100.8,
+    "hierarchical_alltoall": 512 + 61.44 + 2 * (500 + 60) + 504 + 60.48,
+}
+# In two chunks the last node hop of a pass, or the first, of the small chunk alone is not hidden:
+# a third of permuted tokens, whose messages are packed (1,008 bytes), or 3/8 of tokens.
+TWO_CHUNKS_US = {
+    "alltoall_allgather": 604.8 + 40.32 + 2 * (600 + 40) + 604.8 + 40.32,
+    "hierarchical_allgather": 512 + 38.4 + 2 * (500 + 37.5) + 504 + 37.8,
+    "hierarchical_alltoall": 512 + 23.04 + 2 * (500 + 22.5) + 504 + 22.68,
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_known_answers_on_two_nodes_of_two(chain: str) -> None:
+    shape = by_hand_shape(*((2, 2) if chain == "alltoall_allgather" else (4, 1)))
+    found = price(shape, BY_HAND, CHAINS[chain], 1)
+    for pass_name, sent in BYTES[chain].items():
+        assert [
+            tuple(work.traffic.sent_bytes(resource, [1]) for resource in ("inter", "intra"))
+            for work in works(found, pass_name)
+            if work.traffic and work.resource != "memory" and work.stage != "exchange of counts"
+        ] == [pytest.approx(each) for each in sent]
+    # The exchange of a few counts takes 0.05 to 0.6 us.
+    assert found.total_us == pytest.approx(ONE_CHUNK_US[chain], abs=0.1)
+    if chain in TWO_CHUNKS_US:
+        pipelined = price(shape, BY_HAND, CHAINS[chain], 2)
+        assert pipelined.total_us == pytest.approx(TWO_CHUNKS_US[chain], abs=0.7)
+
+
+def test_the_host_is_ahead_by_what_the_device_has_left_to_do() -> None:
+    """`alltoall` on one rank per node, 1 GB/s: its copies take no time, its collectives 1,000 us.
+
+    A pass takes the host 100 us. It waits for the counts of the dispatch, and launches the other
+    passes while the collective of the dispatch runs. If a pass takes it 1,500 us, a collective
+    starts when the next pass has been reached.
+    """
+    cluster = replace(BY_HAND, ranks_per_node=1, nics_per_node=1)
+    shape = shape_of(2, ranks_per_node=1, num_experts=2, topk=1, tokens=2000, hidden=500)
+    for pass_us, total_us in ((100, 100 + 4 * 1000), (1500, 4 * 1500 + 1000)):
+        host = replace(INSTANT, pass_us=pass_us)
+        found = price(shape, replace(cluster, host=host), CHAINS["alltoall"], 1)
+        assert found.total_us == pytest.approx(total_us, abs=10)
+        assert found.busy_us("host") == 4 * pass_us
+    # On CPU ranks every pass waits.
+    host = replace(INSTANT, pass_us=100)
+    found = price(shape, replace(cluster, host=host, policy="host"), CHAINS["alltoall"], 1)
+    assert found.total_us == pytest.approx(4 * (100 + 1000), abs=10)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_price_lies_between_an_instant_host_and_one_after_the_other(chain: str) -> None:
+    num_chunks = 1 if CHAINS[chain].serial else 4
+    found, instant = (
+        price(shape_of(16), cluster, CHAINS[chain], num_chunks)
+        for cluster in (H100, replace(H100, host=INSTANT))
+    )
+    assert instant.total_us <= found.total_us <= sum(work.alone_us for work in found.works)
+    assert max(found.busy_us("host"), found.busiest()[1]) <= found.total_us * (1 + 1e-9)
+
+
+def test_the_host_s_time_for_stages_counts_and_peers() -> None:
+    """20 us for a collective and 1.5 for each peer, 2 for a stage's chunk, twice as fast."""
+    host = replace(
+        INSTANT,
+        collective_us=40.0,
+        collective_peer_us=3.0,
+        stage_us=4.0,
+        counts_to_host_us=30.0,
+        counts_us=100.0,
+        pass_us=20.0,
+        speed=2.0,
+    )
+    cluster = replace(H100, host=host)
+    found = price(shape_of(16), cluster, CHAINS["hierarchical_alltoall"], 4, "forward")
+    launches_us: Counter[tuple[str, str]] = Counter()
+    for work in found.works:
+        # What is found before it is copied is one stage.
+        launches_us[work.pass_name, work.stage] += work.launch_us
+    dispatch = {stage: us for (name, stage), us in launches_us.items() if name == "dispatch"}
+    assert dispatch == {
+        AROUND_STAGES: 50 + 10,
+        "count": 0,
+        "exchange of counts": 20 + 15 * 1.5 + 15,
+        "expert ids": 0,
+        "copy per node": 2,
+        "alltoall between nodes": 20 + 1 * 1.5 + 2,
+        "copy per rank": 2,
+        "alltoall in node": 20 + 7 * 1.5 + 2,
+        "copy per expert": 2,
+        "order": 2,
+    }
+    assert launches_us["combine", AROUND_STAGES] == 10
+
+
+@pytest.mark.parametrize(("rates", "ranks"), [((1.0, 1e6), 8), ((1e6, 1.0), 7)])
+def test_a_collective_on_two_resources_takes_the_slower_time(
+    rates: tuple[float, float], ranks: int
+) -> None:
+    """A rank sends 512 rows to each of 8 ranks on the other node, and to each of 7 on its own."""
+    cluster = cluster_of(*map(link, rates), link(1e6))
+    found = price(shape_of(16, tokens=1024), cluster, CHAINS["alltoall"], 1, "forward")
+    (exchange,) = works(found, "combine", "alltoall")
+    assert exchange.times_us == pytest.approx([ranks * 512 * 8192 / 1e3])
+    assert exchange.resource == "inter"
+
+
+def test_a_group_that_crosses_nodes_is_priced_beside_others() -> None:
+    """ETP 4 on nodes of 6: of ranks 0-3, 4-7 and 8-11 only those in the middle lie on two nodes."""
+    shape = shape_of(3, 4, ranks_per_node=6, num_experts=12, topk=2)
+    found = price(shape, H100, CHAINS["alltoall_allgather"], 1, "forward")
+    resources = {work.stage: work.resource for work in works(found, "dispatch")}
+    assert resources["allgather"] == "inter" and resources["alltoall"] == "inter"
+
+
+@pytest.mark.parametrize(
+    ("chain", "policy", "ranks_per_node", "starts", "launches"),
+    [
+        # Rows and probabilities of `alltoall` in one chunk; behind a copy they share a message.
+        ("alltoall", "streams", 8, 2, 2),
+        ("alltoall_dedup", "streams", 8, 1, 1),
+        # On CPU ranks they start together between nodes alone.
+        ("alltoall", "host", 8, 2, 2),
+        ("alltoall", "host", 1, 1, 2),
+    ],
+)
+def test_every_message_of_a_collective_starts_by_itself(
+    chain: str, policy: str, ranks_per_node: int, starts: int, launches: int
+) -> None:
+    links = [link(1e9, 5.0)] * 3
+    host = replace(INSTANT, collective_us=10.0)
+    cluster = cluster_of(*links, ranks=ranks_per_node, policy=policy, host=host)
+    found = price(shape_of(8, ranks_per_node=ranks_per_node), cluster, CHAINS[chain], 1, "forward")
+    (exchange,) = works(found, "dispatch", "alltoall")
+    assert exchange.times_us == pytest.approx([starts * 5.0], abs=0.1)
+    assert exchange.launch_us == launches * 10
+
+
+def test_the_counts_of_a_chain_are_priced() -> None:
+    """By hand, EP 16 over 2 nodes, 64 experts; to each rank a head of 5 and its 4 experts.
+
+    With the hierarchy its node and the 8 ranks there too, for each of 8 blocks.
+    """
+    chains = [CHAINS[name] for name in ("alltoall", "hierarchical_alltoall")]
+    layout = layout_of(16, 1, 8, 64)
+    assert message_size(chains, layout, 8) == 8 * (5 + 4 + 1 + 8)
+    assert message_size(chains[:1], layout, 8) == 5 + 4
+    # In 4 bytes each: to 7 ranks of this node, and to the 8 of the other one.
+    for chain, size in (("alltoall", 9), ("hierarchical_alltoall", 8 * 18)):
+        found = price(shape_of(16), H100, CHAINS[chain], 4, "forward")
+        (work,) = works(found, "dispatch", "exchange of counts")
+        assert work.traffic is not None and work.traffic.operation == "alltoall"
+        moved = {name: moved.num_bytes.max() for name, moved in work.traffic.moved.items()}
+        assert moved == {"intra": 7 * 4 * size, "inter": 8 * 4 * size}
