@@ -145,10 +145,13 @@ class AutoChooser(Chooser):
     def _ends_step(self, optimizer: Any) -> bool:
         """Count the optimizer's step; whether it ends the current one.
 
-        Of an actor's and a critic's optimizer, the first ends the step, and the other follows. So a
-        new optimizer's first step ends none: it may be a critic's, and follow the step that ended
-        last. If it replaces an optimizer instead, as the wrapper of a second call of `train` does,
-        its first iteration is counted with the next.
+        Of an actor's and a critic's optimizer, the first ends the step, and the other follows. So,
+        but in step 0, a new optimizer's first step ends none: it may be a critic's. If it replaces
+        an optimizer, as the wrapper of a second call of `train` does, its first iteration is
+        counted with the next.
+
+            optimizer's step:   actor 1   critic 1   actor 2   critic 2   new 1   new 2
+            ends step:          0         -          1         -          -       2
         """
         others_ended = max(self.tuner.step - 1, 0)
         ended = self._steps_ended[optimizer] = self._steps_ended.get(optimizer, others_ended) + 1

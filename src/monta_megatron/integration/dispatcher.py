@@ -263,8 +263,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.shared_experts.post_forward_comm()
         return rows_NH
 
-    # Chains of permuted tokens and of tokens differ in three functions: this one, `_enter` and
-    # `_columns`.
+    # Rows of both kinds enter in `_enter`, are sent as `_columns` and leave here.
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Leave the chain: [N, H] or [T, H] -> [S/TP, B, H], with the shared experts' output."""
