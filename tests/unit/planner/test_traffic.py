@@ -7,8 +7,6 @@ import pytest
 from clusters import preset, shape_of
 from counted_routing import CountedRouting
 
-from monta_megatron.calibration.points import bytes_per_row
-from monta_megatron.calibration.tasks import HIDDEN_ROW_BYTES, NUM_EXPERTS, TOPK
 from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.program import (
     COMBINE,
@@ -170,26 +168,6 @@ def test_a_sum_over_ranks_by_hand() -> None:
     shape = shape_of(2, 8, num_experts=8, topk=2, tokens=1024)
     found = bytes_of_copies(shape, "alltoall_allgather", 2, COMBINE)
     assert found["sum of allgather", "sum"] == pytest.approx((8 + 1) * 2048 * 8192)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_row_weighs_as_much_in_a_calibration_as_in_a_plan(fused: bool) -> None:
-    """Operations on Megatron's own routing map and pairs, per token of a rank."""
-    shape = shape_of(
-        16, num_experts=NUM_EXPERTS, topk=TOPK, tokens=1024, hidden=HIDDEN_ROW_BYTES // 2
-    )
-    found = {}
-    for chain in ("alltoall", "allgather"):
-        for pass_ in (DISPATCH, COMBINE):
-            bound = bind_expected(shape, CHAINS[chain], 1, shape.layout)
-            traffic = pass_traffic(shape, bound, pass_, 1, "fused" if fused else "streams")
-            for stage in (*traffic.before, *traffic.after):
-                if stage.resource == "memory":
-                    found[stage.operation] = stage.moved["memory"].num_bytes.sum()
-    assert found == {
-        name: 1024 * bytes_per_row(fused)[name]
-        for name in ("count", "lists", "permute", "unpermute")
-    }
 
 
 def test_copies_that_the_executor_does_not_make_are_free() -> None:
