@@ -7,16 +7,15 @@ line, as on the command line.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from monta_megatron.integration.statistics import LayerStatistics
     from monta_megatron.planner.cluster import Cluster
-    from monta_megatron.planner.layout import ParallelLayout
     from monta_megatron.planner.models.model import Model
     from monta_megatron.planner.plan import Plan
+    from monta_megatron.tools.plan.request import PlanRequest
     from monta_megatron.tools.timeline.drawing import Drawing
 
 
@@ -24,7 +23,6 @@ def plan(
     *,
     model: str | Path | Model,
     cluster: str | Path | Cluster,
-    layout: str | Path | ParallelLayout | Mapping[str, int] | None = None,
     **settings: Any,
 ) -> Plan:
     """Choose the chain and the number of chunks, as `monta plan` does. Needs no torch.
@@ -32,25 +30,22 @@ def plan(
     Args:
         model: a file (ours, or a config.json of Hugging Face), a preset by its name, or a `Model`.
         cluster: a file, a preset by its name, or a `Cluster`.
-        layout: sizes by name (world_size, tp, ep, etp, cp, pp), a file of them, or a
-            `ParallelLayout`. Without tp, ep and etp: the best of all layouts that fit.
-        settings: fields of `tools.plan.request.PlanSettings`: tokens, seq_length,
-            micro_batch_size, routing, phase, inter_rate_ratio, kernels.
+        settings: fields of `tools.plan.request.PlanRequest`, such as world_size, tp, ep, etp, cp,
+            pp, tokens, seq_length and routing. Without tp, ep and etp: the best of all layouts
+            that fit.
 
     Raises:
         ValueError: an argument is wrong, or no chain can run.
     """
-    from monta_megatron.tools.plan.request import plan_request, read_inputs, request_of
+    from monta_megatron.tools.plan.request import plan_request
 
-    request = request_of(model, cluster, layout, settings)
-    return plan_request(request, read_inputs(request))[0]
+    return plan_request(_request_of(model=model, cluster=cluster, **settings)).plan
 
 
 def timeline(
     *,
     model: str | Path | Model,
     cluster: str | Path | Cluster,
-    layout: str | Path | ParallelLayout | Mapping[str, int] | None = None,
     chain: str | None = None,
     num_chunks: int | None = None,
     alone: bool = False,
@@ -60,7 +55,7 @@ def timeline(
     """Predict what overlaps with what, as `monta timeline` does. Needs no torch.
 
     Args:
-        model, cluster, layout, settings: see `plan`.
+        model, cluster, settings: see `plan`.
         chain: a chain by its name; None for the planner's choice.
         num_chunks: of that chain; None for 4, or 1 if it is serial.
         alone: leave stock alltoall out.
@@ -74,16 +69,29 @@ def timeline(
         ValueError: an argument is wrong, no chain can run, or a file cannot be written.
     """
     from monta_megatron.common.files import make_folder
-    from monta_megatron.tools.plan.request import read_inputs, request_of
     from monta_megatron.tools.timeline.drawing import named_chain, of_prediction, write
 
-    request = request_of(model, cluster, layout, settings)
     given = named_chain(chain, num_chunks, ("chain", "num_chunks"))
-    drawing = of_prediction(request, read_inputs(request), given, alone)
+    drawing = of_prediction(_request_of(model=model, cluster=cluster, **settings), given, alone)
     if out is not None:
         make_folder(Path(out), "out")
         write(drawing, Path(out), max_ranks=1)
     return drawing
+
+
+def _request_of(**given: Any) -> PlanRequest:
+    """The request of a call, checked as the command line checks its flags."""
+    from monta_megatron.common import strict_yaml
+    from monta_megatron.common.text import shown
+    from monta_megatron.planner.cluster import Cluster
+    from monta_megatron.planner.models.model import Model
+    from monta_megatron.tools.plan.request import PlanRequest
+
+    for name, kind in (("model", Model), ("cluster", Cluster)):
+        if not isinstance(given[name], str | Path | kind):
+            rule = f"a {kind.__name__}, a file, or a preset by its name"
+            raise ValueError(f"{name}: got {shown(repr(given[name]))}, must be {rule}")
+    return strict_yaml.build(PlanRequest, given, "")
 
 
 def statistics() -> list[LayerStatistics]:

@@ -129,6 +129,18 @@ def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded)
     assert args["global_batch_size"] % (args["micro_batch_size"] * args["data_parallel_size"]) == 0
 
 
+def test_megatron_takes_models_without_a_run(tmp_path: Path, megatron: Preloaded) -> None:
+    models = {path.stem for path in (CONFIGS / "models").glob("*.yaml")}
+    for name in sorted(models - {path.stem for path in FILES}):
+        run = tmp_path / f"{name}.yaml"
+        text = (CONFIGS / "runs" / "qwen3_30b_a3b.yaml").read_text().replace("qwen3_30b_a3b", name)
+        run.write_text(text.replace("../", f"{CONFIGS}/"))
+        args, model = validated(megatron, read(run)), load_model(name)
+        expected = {field: args[field] for field in OF_THE_MODEL}
+        assert {field: getattr(model, field) for field in expected} == expected
+        assert model.num_experts == args["num_moe_experts"]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_it_fits_the_cluster(path: Path) -> None:
     run = read(path)

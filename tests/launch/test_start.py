@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from monta_megatron.tools.launch.start import START
+from monta_megatron.tools.plan.request import PlanRequest
 from monta_megatron.tools.plan.training_log import read_training_log
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
@@ -56,7 +57,8 @@ def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
     log = (directory / "logs" / "run.log").read_text()
     assert re.search(r"iteration +4/ +4", log)
     read = read_training_log(directory / "logs" / "run.log")
-    assert (len(read.times_ms), read.world_size, read.sizes["etp"]) == (4, 4, 2)
+    request = read.request(PlanRequest(model="", cluster=""))
+    assert (len(read.times_ms), request.world_size, request.etp) == (4, 4, 2)
     assert read.arguments["moe-token-dispatcher-type"] == "monta"
     versions = json.loads((directory / "versions.json").read_text())
     assert versions["arguments_checked"] and versions["versions"]["megatron-core"]

@@ -37,6 +37,8 @@ OF_THE_CLASS = {
     "dots1": 142_774_373_888,
     "ernie4_5_moe": 21_825_437_888,
     "hunyuan_v1_moe": 80_393_183_232,
+    # Rounded, as for its checkpoint.
+    "kimi_k2": 1_026_000_000_000,
     "llama4": 107_769_861_120,
     "phimoe": 41_873_153_344,
     "qwen3_5_moe": 34_660_610_688,
@@ -45,3 +47,4 @@ OF_THE_CLASS = {
 NEEDS_TRANSFORMER_ENGINE = {"qwen3_5_moe", "qwen3_next"}
 # Families and models without a preset.
 NO_PRESET = {"qwen2_moe", "glm4_moe", "granitemoe", "minimax_m2", "qwen3_next", *OF_THE_CLASS}
+NO_PRESET -= {"kimi_k2"}

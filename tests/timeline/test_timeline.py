@@ -246,7 +246,7 @@ def test_the_command_draws_what_the_planner_picks(
     document = json.loads(capsys.readouterr().out)
     assert main(["plan", *FLAGS, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert document["title"].startswith(f"{plan['chain']} in 4 chunks, predicted")
+    assert document["title"].startswith(f"{plan['chain']} in {plan['num_chunks']} chunks")
     # Stock alltoall above it, priced as the candidate of that name.
     (stock_us,) = (row["predicted_us"] for row in plan["candidates"] if row["chain"] == "alltoall")
     assert document["ratio_to_alltoall"] == pytest.approx(stock_us / plan["predicted_us"])
@@ -290,7 +290,7 @@ def test_passes_end_to_end_by_hand() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["a.json", "--inter-rate-ratio", "2"], "--cluster: not given, must be with --inter-rate"),
+        (["a.json", "--ep", "2"], "--ep: got 2, must be left out with RECORDING"),
         ([*FLAGS, "--chain", "alltoall", "--num-chunks", "2"], "must be 1 for the serial chain"),
         ([*FLAGS, "--num-chunks", "2"], "--num-chunks: got 2, must be left out without --chain"),
         ([*FLAGS, "--experts", "8"], "--experts: got 8, must be left out with --model"),

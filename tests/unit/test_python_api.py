@@ -12,12 +12,11 @@ import monta_megatron
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.files import load_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"ep": 8, "etp": 2}
-NAMES = {"model": "mixtral_8x7b", "cluster": "a800_2x8_ib200", "layout": SIZES}
+NAMES = {"model": "mixtral_8x7b", "cluster": "a800_2x8_ib200", **SIZES}
 FLAGS = ["--model", "mixtral_8x7b", "--cluster", "a800_2x8_ib200", "--ep", "8", "--etp", "2"]
 
 WITHOUT_ANYTHING = """
@@ -52,24 +51,23 @@ def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("kind", ["names", "files", "objects"])
-def test_names_files_and_objects_are_the_same(kind: str, tmp_path: Path) -> None:
+def test_names_files_and_objects_are_the_same(kind: str) -> None:
     model, cluster = CONFIGS / "models/mixtral_8x7b.yaml", CONFIGS / "clusters/a800_2x8_ib200.yaml"
     given: dict[str, Any] = dict(NAMES)
     if kind == "files":
-        (tmp_path / "layout.yaml").write_text("ep: 8\netp: 2\n")
-        given = {"model": str(model), "cluster": cluster, "layout": tmp_path / "layout.yaml"}
+        given |= {"model": str(model), "cluster": cluster}
     elif kind == "objects":
-        layout = ParallelLayout(world_size=16, **SIZES)
-        given = {"model": load_model(model), "cluster": load_cluster(cluster), "layout": layout}
+        given |= {"model": load_model(model), "cluster": load_cluster(cluster)}
     plan = monta_megatron.plan(**given)
     assert (plan.key.ep, plan.key.etp, len(plan.key.nodes)) == (8, 2, 16)
-    assert plan == monta_megatron.plan(**NAMES)
+    assert plan.predicted_us == monta_megatron.plan(**NAMES).predicted_us
 
 
 def test_without_sizes_the_best_layout_is_planned() -> None:
-    plan = monta_megatron.plan(**{**NAMES, "layout": {"world_size": 16}})
-    assert (plan.key.ep, plan.key.etp) == (8, 1)
-    assert plan == monta_megatron.plan(**{**NAMES, "layout": None})
+    files = {name: NAMES[name] for name in ("model", "cluster")}
+    plan = monta_megatron.plan(**files)
+    assert len(set(plan.key.nodes)) == 1
+    assert plan == monta_megatron.plan(**files, world_size=16)
 
 
 def test_a_timeline_is_that_of_the_command(tmp_path: Path) -> None:
@@ -91,10 +89,9 @@ def test_a_timeline_is_that_of_the_command(tmp_path: Path) -> None:
     [
         ({"model": None}, "model: got None, must be a Model, a file, or a preset by its name"),
         ({"cluster": 3}, "cluster: got 3, must be a Cluster, a file, or a preset by its name"),
-        ({"layout": [8]}, "layout: got [8], must be a ParallelLayout, a file, or its sizes by na"),
-        ({"layout": {"ep": 0}}, "layout: ep: got 0, must be an integer >= 1"),
-        ({"layout": {"epp": 8}}, "layout: epp: unknown key; did you mean pp?"),
-        ({"tokens": -1}, "tokens: got -1, must be an integer >= 0"),
+        ({"ep": 0}, "ep: got 0, must be an integer >= 1"),
+        ({"epp": 8}, "epp: unknown key; did you mean pp?"),
+        ({"tokens": 0}, "tokens: got 0, must be an integer >= 1"),
         ({"token": 1}, "token: unknown key; did you mean tokens?"),
         ({"phase": "backward"}, "phase: got 'backward', must be one of forward, forward_backward"),
         ({"model": "mix\nal"}, "model: got 'mix\\nal', must be one line of printable characters"),
@@ -111,8 +108,8 @@ def test_bad_arguments_are_one_line(changes: dict[str, Any], said: str) -> None:
     ("changes", "flags"),
     [
         ({"model": "mixtral"}, ["--model", "mixtral"]),
-        ({"layout": {"ep": 3}}, ["--ep", "3", "--etp", "1"]),
-        ({"layout": {**SIZES, "world_size": 48}}, ["--world-size", "48"]),
+        ({"ep": 3}, ["--ep", "3"]),
+        ({"world_size": 48}, ["--world-size", "48"]),
     ],
 )
 def test_mistakes_read_as_on_the_command_line(

@@ -43,23 +43,15 @@ RECORD_FLAGS = {
 
 # The flags that each way takes, besides those for the output.
 OUTPUT = {"out", "max_ranks", "json", "run", "command"}
-COSTS = {"cluster", "inter_rate_ratio", "kernels"}
+PLANNED = ("world-size", "nodes", "ranks-per-node", "seq-length", "micro-batch-size")
 WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks", "alone"}
 TAKES = {
-    "recording": COSTS | {"stock"},
-    "record": COSTS | WHAT | {"ranks_per_node", *(n.replace("-", "_") for n in RECORD_FLAGS)},
-    "model": COSTS
-    | WHAT
-    | {name.replace("-", "_") for name in (*planning.JOB, *planning.BATCH)}
-    | {"layout", "cp", "pp"},
+    "recording": {"cluster", "stock"},
+    "record": {"cluster", *WHAT, "ranks_per_node", *(n.replace("-", "_") for n in RECORD_FLAGS)},
+    "model": {"cluster", *WHAT, "cp", "pp", *(n.replace("-", "_") for n in PLANNED)},
 }
 WAYS = {"recording": "RECORDING", "record": "--record", "model": "--model"}
-DEFAULTS = {
-    "routing": "uniform",
-    "phase": "forward_backward",
-    "alone": False,
-    "kernels": "auto",
-}
+DEFAULTS = {"phase": "forward_backward", "alone": False}
 
 
 def add_parser(commands: Any) -> None:
@@ -84,7 +76,13 @@ def add_parser(commands: Any) -> None:
         metavar="PATH",
         help="RECORDING's counterpart with the chain alltoall, drawn above it",
     )
-    planning.add_arguments(parser, needs_model=False, says_gain=False)
+    planning.add_arguments(parser, (*PLANNED, "tp", "ep", "etp", "cp", "pp", "tokens", "routing"))
+    parser.add_argument(
+        "--phase",
+        choices=("forward", "forward_backward"),
+        default="forward_backward",
+        help="passes that are drawn (default: %(default)s)",
+    )
     parser.add_argument("--chain", metavar="NAME", help="default: the planner's choice")
     parser.add_argument("--num-chunks", metavar="N", type=whole(1), help="of --chain (default: 4)")
     record = parser.add_argument_group("with --record")
@@ -136,11 +134,8 @@ def _way(parsed: argparse.Namespace) -> str:
             flag = WAYS.get(name, "--" + name.replace("_", "-"))
             value = getattr(parsed, name)
             raise ValueError(f"{flag}: got {value}, must be left out with {WAYS[way]}")
-    if parsed.cluster is None:
-        for name in ("model", "inter_rate_ratio"):
-            if name in given:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--cluster: not given, must be with --{flag}")
+    if parsed.cluster is None and way == "model":
+        raise ValueError("--cluster: not given, must be with --model")
     return way
 
 
@@ -154,9 +149,8 @@ def _read(parsed: argparse.Namespace) -> "Drawing":
 def _predict(parsed: argparse.Namespace) -> "Drawing":
     from monta_megatron.tools.timeline.drawing import of_prediction
 
-    request = planning.request_of(parsed)
-    inputs = planning.inputs_of(parsed, request)
-    return of_prediction(request, inputs, _chain(parsed), parsed.alone)
+    request = planning.request_of(parsed, phase=parsed.phase)
+    return of_prediction(request, _chain(parsed), parsed.alone)
 
 
 def _record(parsed: argparse.Namespace) -> "Drawing | None":
@@ -194,11 +188,9 @@ def _record(parsed: argparse.Namespace) -> "Drawing | None":
 
 def _cluster(parsed: argparse.Namespace) -> "Cluster | None":
     """The cluster of --cluster, if it is given."""
-    from monta_megatron.tools.plan.request import priced_cluster
+    from monta_megatron.tools.plan.request import cluster_of
 
-    if parsed.cluster is None:
-        return None
-    return priced_cluster(parsed.cluster, parsed.inter_rate_ratio, parsed.kernels)
+    return None if parsed.cluster is None else cluster_of(parsed.cluster)
 
 
 def _chain(parsed: argparse.Namespace) -> "tuple[Chain, int] | None":

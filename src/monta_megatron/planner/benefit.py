@@ -1,4 +1,4 @@
-"""Benefit of a choice over stock `alltoall`, from predicted exchange times: numbers and a line.
+"""Benefit of a choice over stock `alltoall`, and its share of a measured iteration.
 
 2.16x stock alltoall: saves 3.6 ms x 94 MoE layers x 32 micro-batches = 10.8 s per iteration
 (54% of the exchange's predicted time)
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from monta_megatron.common.rules import require
 from monta_megatron.common.units import counted, time_text
 
 
@@ -39,29 +40,21 @@ class Benefit:
         chain: the chosen one.
         chosen_us: its time.
         alltoall_us: that of plain `alltoall`, as stock runs it.
-        why: the reason of the choice, if it is plain `alltoall` and another chain is faster.
-        iteration: how often an iteration waits for it.
-        ends: the same by the optimistic and by the conservative end of what was published; none
+        ratio_range: the least and the most of `ratio`, by the ends of what was published; None
             where times were measured.
+        iteration: how often an iteration waits for it.
     """
 
     chain: str
     chosen_us: float
     alltoall_us: float
-    why: str | None = None
+    ratio_range: tuple[float, float] | None = None
     iteration: Iteration = Iteration()
-    ends: tuple["Benefit", ...] = ()
 
     @property
     def ratio(self) -> float:
         """Speedup over stock."""
         return self.alltoall_us / self.chosen_us if self.chosen_us > 0 else 1.0
-
-    @property
-    def ratio_range(self) -> tuple[float, float] | None:
-        """The least and the most of it; None where times were measured."""
-        ratios = [self.ratio, *(end.ratio for end in self.ends)]
-        return (min(ratios), max(ratios)) if self.ends else None
 
     @property
     def saved_us(self) -> float:
@@ -73,20 +66,23 @@ class Benefit:
         """Saved share of stock's time."""
         return 100 * self.saved_us / self.alltoall_us if self.alltoall_us > 0 else 0.0
 
+    @property
+    def per_iteration(self) -> int | None:
+        """Exchanges that an iteration waits for; None where that is not known."""
+        layers, micro_batches = self.iteration.num_moe_layers, self.iteration.num_micro_batches
+        return None if layers is None or micro_batches is None else layers * micro_batches
+
     def document(self) -> dict[str, Any]:
         """Fields of a JSON document; None for unknown values."""
-        layers, micro_batches = self.iteration.num_moe_layers, self.iteration.num_micro_batches
-        saved_s = None
-        if layers is not None and micro_batches is not None:
-            saved_s = self.saved_us * layers * micro_batches / 1e6
+        times = self.per_iteration
         return {
             "ratio": self.ratio,
             "ratio_range": self.ratio_range,
             "saved_us": self.saved_us,
-            "moe_layers": layers,
+            "moe_layers": self.iteration.num_moe_layers,
             "moe_layers_is_lower_bound": self.iteration.is_lower_bound,
-            "micro_batches": micro_batches,
-            "saved_s_per_iteration": saved_s,
+            "micro_batches": self.iteration.num_micro_batches,
+            "saved_s_per_iteration": None if times is None else self.saved_us * times / 1e6,
             "percent": self.percent,
             "text": self.text,
         }
@@ -95,22 +91,20 @@ class Benefit:
     def text(self) -> str:
         """The line; factors that are not known are left out."""
         if self.chain == "alltoall":
-            why = "the fastest here" if self.why is None else f"chosen here, {self.why}"
-            return f"plain alltoall is {why}: no gain over stock"
-        layers, micro_batches = self.iteration.num_moe_layers, self.iteration.num_micro_batches
-        factors, total_us, per = [time_text(abs(self.saved_us))], abs(self.saved_us), []
-        at_least = "at least " if self.iteration.is_lower_bound else ""
-        if layers is None:
-            per.append("MoE layer")
-        else:
-            of_stage = " of a pipeline stage" if self.iteration.num_stages > 1 else ""
-            factors.append(at_least + counted(layers, "MoE layer") + of_stage)
-            total_us *= layers
-        if micro_batches is None:
-            per.append("micro-batch")
-        else:
-            factors.append(counted(micro_batches, "micro-batch"))
-            total_us *= micro_batches
+            return "plain alltoall is chosen: no gain over stock"
+        iteration, total_us = self.iteration, abs(self.saved_us)
+        factors, per = [time_text(total_us)], []
+        at_least = "at least " * iteration.is_lower_bound
+        of_stage = " of a pipeline stage" * (iteration.num_stages > 1)
+        for number, noun, before, behind in (
+            (iteration.num_moe_layers, "MoE layer", at_least, of_stage),
+            (iteration.num_micro_batches, "micro-batch", "", ""),
+        ):
+            if number is None:
+                per.append(noun)
+            else:
+                factors.append(before + counted(number, noun) + behind)
+                total_us *= number
         product = f" = {at_least}{time_text(total_us)}" if len(factors) > 1 else ""
         verb, share = ("saves", "of") if self.saved_us >= 0 else ("loses", "on top of")
         ends = self.ratio_range
@@ -122,20 +116,72 @@ class Benefit:
         )
 
 
-def benefit_of(
-    chain: str, chosen_us: float | None, best_us: Mapping[str, float | None], reason: str
-) -> Benefit | None:
-    """Benefit of a choice; None where it or plain `alltoall` was not priced.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A measured iteration.
+
+    Attributes:
+        iteration_ms: its time.
+        ran: a dispatcher of Megatron's, a chain of ours, or "auto".
+        is_ours: whether our dispatcher ran.
+        hidden_by: a setting of the training that hides a part of the exchange, or "".
+    """
+
+    iteration_ms: float
+    ran: str = "alltoall"
+    is_ours: bool = False
+    hidden_by: str = ""
+
+
+@dataclass(frozen=True)
+class IterationShare:
+    """The predicted exchange in a measured iteration.
+
+    Attributes:
+        iteration_ms: measured.
+        exchange_share: of the iteration; None where what ran has no price, such as `flex`.
+        saved_share: what the choice saves of the iteration without it; below 0 where it is slower.
+        text: both in a sentence.
+    """
+
+    iteration_ms: float
+    exchange_share: float | None
+    saved_share: float | None
+    text: str
+
+
+def share_of(
+    measured: Measured, benefit: Benefit, best_us: Mapping[str, float | None]
+) -> IterationShare:
+    """The share of a plan's exchange in an iteration.
 
     Args:
-        chain: the chosen one.
-        chosen_us: its time.
-        best_us: chain -> its time in its best number of chunks; None where it cannot run.
-        reason: of the choice; only the part before a semicolon is used.
+        measured: the iteration.
+        benefit: of the plan.
+        best_us: chain -> its time; None where it cannot run.
+
+    Raises:
+        ValueError: the exchanges of an iteration are not known.
     """
-    alltoall_us = best_us.get("alltoall")
-    if chosen_us is None or alltoall_us is None:
-        return None
-    fastest_us = min(time_us for time_us in best_us.values() if time_us is not None)
-    why = None if chosen_us <= fastest_us else reason.partition(";")[0]
-    return Benefit(chain=chain, chosen_us=chosen_us, alltoall_us=alltoall_us, why=why)
+    time_ms, times = measured.iteration_ms, benefit.per_iteration
+    rule = "be beside --global-batch-size, which says how many exchanges an iteration has"
+    require(times is not None, "--iteration-ms", f"{time_ms:g}", rule)
+    ran = benefit.chain if measured.ran == "auto" else measured.ran
+    ran_us, text = best_us.get(ran), f"{time_ms:,.0f} ms by {ran}, "
+    if ran_us is None or times is None:
+        text += "whose exchange has no price here; `monta compare` measures it"
+        return IterationShare(time_ms, None, None, text)
+    has_choice = measured.is_ours and ran == benefit.chain
+    without_us = benefit.alltoall_us if has_choice else ran_us
+    saved_ms = (without_us - benefit.chosen_us) * times / 1e3
+    exchange_share = ran_us * times / 1e3 / time_ms
+    saved_share = saved_ms / (time_ms + saved_ms * has_choice)
+    at_least = "at least " * benefit.iteration.is_lower_bound
+    text += f"of which the exchange takes {at_least}{exchange_share:.0%} (predicted)"
+    if exchange_share > 1:
+        text += ": the costs of this cluster are not those of the run"
+    else:
+        against = "against plain alltoall" if has_choice else "of it"
+        text += f"; this choice saves {at_least}{saved_share:.0%} {against}"
+        text += f", less as {name} hides a part already" if (name := measured.hidden_by) else ""
+    return IterationShare(time_ms, exchange_share, saved_share, text)

@@ -466,11 +466,6 @@ class Cluster:
         return self.num_nodes * self.ranks_per_node
 
     @property
-    def ranks_per_nic(self) -> int:
-        """Ranks of a node that share a network interface."""
-        return max(self.ranks_per_node // self.nics_per_node, 1)
-
-    @property
     def memory_bytes_per_rank(self) -> float | None:
         """Bytes that a rank may use, or None where that is not known."""
         return bytes_of_gb(self.memory_gb_per_rank)

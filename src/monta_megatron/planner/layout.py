@@ -7,8 +7,7 @@ every chain if
 - in every group, each of them has as many peers on its node as the other.
 
 On even nodes in order all ranks are such. Elsewhere, few are not: of 256 consecutive ranks on nodes
-of 72, those on the first, the last and the other nodes. Ranks that share a network interface are
-priced together, so it is interfaces that have to be the same, rank by rank.
+of 72, those on the first, the last and the other nodes.
 
 Notation: S = ranks of the exchange.
 """
@@ -79,6 +78,12 @@ class ParallelLayout:
                 f"pp: got {self.pp}, must be at most num-layers of {model.name} "
                 f"({model.num_layers})"
             )
+        if uneven_stages(model, self.pp) is None:
+            return (
+                f"pp: got {self.pp}, must leave some of the {model.num_layers} layers of "
+                f"{model.name} to the last stage, or the model file must split them by "
+                "pipeline-model-parallel-layout"
+            )
         # Sequence parallelism divides the sequence; context parallelism gives each rank two pieces.
         parts = self.tp * self.cp * (2 if self.cp > 1 else 1)
         if model.seq_length % parts != 0:
@@ -120,54 +125,19 @@ def exchanges(layout: ParallelLayout, num_experts: int, ranks_per_node: int) -> 
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PricedRanks:
-    """The ranks that are priced, those of a network interface one after the other.
-
-    Attributes:
-        layouts: as they see the exchange; the first rank of the exchange comes first.
-        num_represented: number of ranks that each of them stands for, itself included.
-        nic_starts: position in `layouts` of the first rank of each network interface.
-    """
-
-    layouts: tuple[Layout, ...]
-    num_represented: tuple[int, ...]
-    nic_starts: tuple[int, ...]
-
-
 # Needed for every chain and number of chunks.
 @lru_cache(maxsize=64)
-def priced_ranks(layout: Layout, routing: Routing, ranks_per_nic: int) -> PricedRanks:
-    """Find the ranks of an exchange that are priced.
+def priced_ranks(layout: Layout, routing: Routing) -> tuple[tuple[Layout, int], ...]:
+    """The ranks of an exchange that are priced, and how many ranks each stands for.
 
     Args:
         layout: layout of the exchange, as any of its ranks sees it.
         routing: where tokens go.
-        ranks_per_nic: ranks of a node that share a network interface.
     """
-    kinds = _kinds(layout, routing)
-    num_represented: dict[tuple[Hashable, ...], int] = {}
-    ranks_of: dict[tuple[Hashable, ...], list[int]] = {}
-    for ranks in _by_nic(layout, ranks_per_nic):
-        kind = tuple(kinds[rank] for rank in ranks)
-        num_per_rank = 1
-        if len(set(kind)) == 1:
-            # Together they are as busy as one by itself.
-            kind, ranks, num_per_rank = kind[:1], ranks[:1], len(ranks)
-        ranks_of.setdefault(kind, ranks)
-        num_represented[kind] = num_represented.get(kind, 0) + num_per_rank
-    layouts: list[Layout] = []
-    nic_starts = []
-    for ranks in ranks_of.values():
-        nic_starts.append(len(layouts))
-        layouts += [replace(layout, rank=rank) for rank in ranks]
-    return PricedRanks(
-        layouts=tuple(layouts),
-        num_represented=tuple(
-            num_represented[kind] for kind, ranks in ranks_of.items() for _ in ranks
-        ),
-        nic_starts=tuple(nic_starts),
-    )
+    ranks_of_kind: dict[Hashable, list[int]] = {}
+    for rank, kind in enumerate(_kinds(layout, routing)):
+        ranks_of_kind.setdefault(kind, []).append(rank)
+    return tuple((replace(layout, rank=ranks[0]), len(ranks)) for ranks in ranks_of_kind.values())
 
 
 def _kinds(layout: Layout, routing: Routing) -> Sequence[Hashable]:
@@ -186,16 +156,6 @@ def _kinds(layout: Layout, routing: Routing) -> Sequence[Hashable]:
         num_peers = Counter(peers)
         on_node.append([num_peers[key] for key in peers])
     return list(zip(*on_node, strict=True))
-
-
-def _by_nic(layout: Layout, ranks_per_nic: int) -> list[list[int]]:
-    """The ranks of each network interface."""
-    by_nic: dict[tuple[int, int], list[int]] = {}
-    on_node: Counter[int] = Counter()
-    for rank, node in enumerate(layout.nodes):
-        by_nic.setdefault((node, on_node[node] // ranks_per_nic), []).append(rank)
-        on_node[node] += 1
-    return list(by_nic.values())
 
 
 def shape_of_model(
@@ -262,6 +222,24 @@ def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iterat
 
 # Arguments that name the layers of each stage, in a language of their own.
 WRITTEN_OUT = ("pipeline-model-parallel-layout", *HYBRID_PATTERNS)
+ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+SLOTS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+
+
+def uneven_stages(model: Model, pp: int) -> dict[str, int] | None:
+    """Megatron's argument for a shorter last stage where stages cannot be even.
+
+    Hand-worked: 61 layers on 8 stages are 7 x 8 and a last of 5.
+
+    Returns:
+        Nothing where stages are even, or the model's arguments split its layers; None where no
+        layers would be left for the last stage.
+    """
+    read = Reader(model.arguments, model.name)
+    if model.num_layers % pp == 0 or any(map(read.value, (*WRITTEN_OUT, *ENDS, *SLOTS))):
+        return {}
+    left = model.num_layers - math.ceil(model.num_layers / pp) * (pp - 1)
+    return {ENDS[1]: left} if left > 0 else None
 
 
 def stages_of_layers(model: Model, pp: int) -> list[int] | None:
@@ -278,21 +256,16 @@ def stages_of_layers(model: Model, pp: int) -> list[int] | None:
     """
     if pp == 1:
         return [0] * model.num_layers
-    read = Reader(model.arguments, model.name)
+    read = Reader({**model.arguments, **(uneven_stages(model, pp) or {})}, model.name)
     if any(read.value(name) is not None for name in WRITTEN_OUT):
         return None
 
     # Step 1: layers of every stage.
-    embedding, loss = (
-        read.flag(f"account-for-{part}-in-pipeline-split") for part in ("embedding", "loss")
-    )
+    embedding, loss = map(read.flag, SLOTS)
     num_slots = model.num_layers + embedding + loss
     given = {
         stage: read.size(name, least=0)
-        for stage, name in (
-            (0, "decoder-first-pipeline-num-layers"),
-            (pp - 1, "decoder-last-pipeline-num-layers"),
-        )
+        for stage, name in ((0, ENDS[0]), (pp - 1, ENDS[1]))
         if read.value(name) is not None
     }
     rest, num_even = num_slots - sum(given.values()), pp - len(given)

@@ -8,7 +8,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import LINKS, Phase, Resource
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
 from monta_megatron.core import Shape
-from monta_megatron.planner.benefit import Benefit, benefit_of
+from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster, End, Kernels, ResourceRate
 from monta_megatron.planner.price import Price, price
 from monta_megatron.planner.select import MARGIN, Selection, percent, select_chain
@@ -146,15 +146,17 @@ class Plan:
     @property
     def benefit(self) -> Benefit | None:
         """Benefit over plain `alltoall`; None where that was not priced."""
-        benefit = benefit_of(self.chain, self.predicted_us, self.best_us(), self.reason)
         stock = next((entry for entry in self.candidates if entry.chain == "alltoall"), None)
-        if benefit is None or stock is None or stock.range_us is None or self.range_us is None:
-            return benefit
-        ends = tuple(
-            replace(benefit, chosen_us=chosen_us, alltoall_us=alltoall_us)
-            for chosen_us, alltoall_us in zip(self.range_us, stock.range_us, strict=True)
+        if stock is None or stock.predicted_us is None:
+            return None
+        benefit = Benefit(
+            chain=self.chain, chosen_us=self.predicted_us, alltoall_us=stock.predicted_us
         )
-        return replace(benefit, ends=ends)
+        if stock.range_us is None or self.range_us is None:
+            return benefit
+        ends = zip(stock.range_us, self.range_us, strict=True)
+        ratios = [benefit.ratio, *(alltoall_us / chosen_us for alltoall_us, chosen_us in ends)]
+        return replace(benefit, ratio_range=(min(ratios), max(ratios)))
 
 
 def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:

@@ -2,7 +2,7 @@
 
 A collective of a group that spans nodes moves bytes through the network and the node link at once:
 it takes the longer of the two times and occupies the network. All ranks of a group finish together,
-so the busiest one is priced; where ranks share a network interface, the busiest interface.
+so the busiest one is priced; those that share its network interface are taken to be as busy.
 
 The passes of a layer run one after the other. The host launches all of them in order and is ahead
 of the device as far as the device has been busy; in a dispatch it waits for the counts, when
@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, cast
-
-import numpy as np
 
 from monta_megatron.chains.chain import BoundChain, Chain, blocks_for
 from monta_megatron.chains.counts import message_size
@@ -35,7 +33,7 @@ from monta_megatron.chains.program import (
 from monta_megatron.core import Choice, Layout, Shape
 from monta_megatron.planner.cluster import FINDS, Cluster
 from monta_megatron.planner.curves import RESOURCE_NAMES
-from monta_megatron.planner.layout import PricedRanks, priced_ranks
+from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.schedule import Task, Times, simulate
 from monta_megatron.planner.traffic import (
     COUNT_EXCHANGE,
@@ -150,12 +148,11 @@ def price(
         num_chunks: in how many chunks.
         phase: whether the backward passes are priced too.
     """
-    ranks = priced_ranks(shape.layout, shape.routing, cluster.ranks_per_nic)
-    programs, traffic, peak = _expected(shape, chain, num_chunks, phase, ranks, cluster.policy)
+    programs, traffic, peak = _expected(shape, chain, num_chunks, phase, cluster.policy)
     works: list[Work] = []
     tasks: list[Task] = []
     for program, moved in zip(programs, traffic, strict=True):
-        pass_works = _works_of_pass(program, moved, cluster, ranks.nic_starts)
+        pass_works = _works_of_pass(program, moved, cluster)
         tasks += _tasks_of_pass(program, moved, pass_works, len(works), tasks)
         works += pass_works
     return Price(
@@ -164,7 +161,7 @@ def price(
         works=tuple(works),
         tasks=tuple(tasks),
         times=simulate(tasks, cluster.factor),
-        num_represented=ranks.num_represented,
+        num_represented=tuple(number for _, number in priced_ranks(shape.layout, shape.routing)),
         peak_bytes=peak,
     )
 
@@ -172,15 +169,11 @@ def price(
 # The same for every cluster with such nodes, as for both ends of published figures.
 @lru_cache(maxsize=64)
 def _expected(
-    shape: Shape,
-    chain: Chain,
-    num_chunks: int,
-    phase: Phase,
-    ranks: PricedRanks,
-    policy: Policy,
+    shape: Shape, chain: Chain, num_chunks: int, phase: Phase, policy: Policy
 ) -> tuple[tuple[Program, ...], tuple[PassTraffic, ...], float]:
     """Program and traffic of every pass, and the peak of memory."""
-    bound = [bind_expected(shape, chain, num_chunks, layout) for layout in ranks.layouts]
+    ranks = priced_ranks(shape.layout, shape.routing)
+    bound = [bind_expected(shape, chain, num_chunks, layout) for layout, _ in ranks]
     num_counts = message_size((chain,), shape.layout, blocks_for(num_chunks))
     programs = [
         [lower_expected(shape, of_rank, pass_, policy) for of_rank in bound]
@@ -258,17 +251,8 @@ def peak_bytes(bound: BoundProgram) -> float:
     return peak
 
 
-def _works_of_pass(
-    program: Program, traffic: PassTraffic, cluster: Cluster, nic_starts: Sequence[int]
-) -> list[Work]:
-    """Everything that one pass does: around the stages, before the program, in it, after it.
-
-    Args:
-        program: of the pass.
-        traffic: what the ranks move in it, in order; a single one stands for all.
-        cluster: the cluster whose costs are used.
-        nic_starts: the first rank of each network interface; the ranks up to the next one share it.
-    """
+def _works_of_pass(program: Program, traffic: PassTraffic, cluster: Cluster) -> list[Work]:
+    """Everything that one pass does: around the stages, before the program, in it, after it."""
     pass_, host = program.pass_, cluster.host.at_speed
     kinds = [cast("Kind | Around", stage.operation) for stage in traffic.stages]
     first = len(traffic.before)
@@ -297,7 +281,7 @@ def _works_of_pass(
         if in_program and stage.operation not in FINDS:
             # Finding copies and making them is one stage to the host.
             launch_us += host.stage_us
-        times = [_times_us(stage, resource, cluster, nic_starts) for resource in stage.moved]
+        times = [_times_us(stage, resource, cluster) for resource in stage.moved]
         times_us = list(map(max, zip(*times, strict=True)))
         times_us[0] += host.first_us(stage.operation)
         works.append(
@@ -387,15 +371,9 @@ def _tasks_of_pass(
     return tasks
 
 
-def _times_us(
-    stage: StageTraffic, resource: Resource, cluster: Cluster, nic_starts: Sequence[int]
-) -> list[float]:
+def _times_us(stage: StageTraffic, resource: Resource, cluster: Cluster) -> list[float]:
     """[C] us in one resource, for all messages as a GPU stream or a host handles them."""
     num_bytes, group_size, ranks_on_node = stage.moved[resource]
-    num_ranks = num_bytes.shape[1]
-    if resource == "inter" and num_ranks > 1:
-        sharing = np.diff([*nic_starts, num_ranks])[:, None]
-        num_bytes = np.add.reduceat(num_bytes, nic_starts, axis=1) / sharing
     row_bytes, messages = sum(stage.message_bytes), stage.message_bytes
     if stage.messages_overlap and resource == "inter":
         messages = (row_bytes,)

@@ -6,7 +6,7 @@ import pytest
 from clusters import preset, shape_of
 
 from monta_megatron.common.units import time_text
-from monta_megatron.planner.benefit import Benefit, Iteration, benefit_of
+from monta_megatron.planner.benefit import Benefit, Iteration, Measured, share_of
 from monta_megatron.planner.plan import plan_of
 from monta_megatron.planner.select import select_chain
 
@@ -35,18 +35,37 @@ def test_the_numbers() -> None:
 
 
 def test_plain_alltoall_gains_nothing() -> None:
-    best_us = {"alltoall": 100.0, "allgather": 98.0, "alltoall_dedup": None}
-    reason = "plainer than allgather in 1 chunk, which is 2% faster; the network is busy"
-    plainer = benefit_of("alltoall", 100.0, best_us, reason)
-    assert plainer is not None and (plainer.ratio, plainer.saved_us) == (1.0, 0.0)
-    fastest = benefit_of("alltoall", 97.0, {**best_us, "alltoall": 97.0}, reason)
-    assert fastest is not None
-    assert replace(fastest, iteration=STAGE).document()["saved_s_per_iteration"] == 0.0
+    plain = Benefit(chain="alltoall", chosen_us=97.0, alltoall_us=97.0, iteration=STAGE)
+    assert (plain.ratio, plain.saved_us) == (1.0, 0.0)
+    assert plain.document()["saved_s_per_iteration"] == 0.0
 
 
-def test_without_a_price_there_is_no_benefit() -> None:
-    assert benefit_of("allgather", None, {"alltoall": 1.0}, "by hand") is None
-    assert benefit_of("allgather", 1.0, {"allgather": 1.0}, "the only one") is None
+@pytest.mark.parametrize(
+    ("ran", "is_ours", "exchange_ms", "saved_ms", "of_ms"),
+    [
+        # 24 x 32 exchanges of 6.7 ms, of which the choice saves 3.6.
+        ("alltoall", False, 6.7 * 768, 3.6 * 768, 9000.0),
+        # The choice has saved them already, of an iteration that was longer.
+        ("auto", True, 3.1 * 768, 3.6 * 768, 9000.0 + 3.6 * 768),
+        # Another chain of ours took 4 ms.
+        ("alltoall_dedup", True, 4.0 * 768, 0.9 * 768, 9000.0),
+        ("flex", False, None, None, 9000.0),
+    ],
+)
+def test_the_share_of_an_iteration(
+    ran: str, is_ours: bool, exchange_ms: float | None, saved_ms: float | None, of_ms: float
+) -> None:
+    benefit = replace(FASTER, iteration=STAGE)
+    best_us = {"alltoall": 6_700.0, "hierarchical_alltoall": 3_100.0, "alltoall_dedup": 4_000.0}
+    measured = Measured(iteration_ms=9_000.0, ran=ran, is_ours=is_ours)
+    share = share_of(measured, benefit, best_us)
+    if exchange_ms is None or saved_ms is None:
+        assert share.exchange_share is share.saved_share is None
+    else:
+        shares = (share.exchange_share, share.saved_share)
+        assert shares == pytest.approx((exchange_ms / 9000.0, saved_ms / of_ms))
+    with pytest.raises(ValueError, match=r"^--iteration-ms: got 9000, must be beside --global"):
+        share_of(measured, FASTER, best_us)
 
 
 def test_a_plan_gains_what_its_selection_says() -> None:

@@ -122,8 +122,8 @@ def test_arguments_of_a_config(
         ("attention_bias", False, False, True),
         ("hidden_act", "relu2", True, False),
         ("layer_types", ["full_attention"] * 3, True, False),
-        # In a family that is known, every key that matters is known.
-        ("moe_layers_enum", "4,5", False, True),
+        ("moe_layers_enum", "4,5", True, True),
+        ("moe_jitter_eps", 0.1, False, True),
     ],
 )
 def test_keys_that_are_not_read(key: str, value: Any, is_named: bool, is_counted: bool) -> None:
@@ -145,8 +145,6 @@ def test_keys_that_are_not_read(key: str, value: Any, is_named: bool, is_counted
         ({"mlp_layer_types": ["dense"] + ["sparse"] * 31}, [0] + [1] * 31),
         ({"interleave_moe_layer_step": 2}, [0, 1] * 16),
         ({"moe_layers": [1, 3]}, [0, 1, 0, 1] + [0] * 28),
-        # Jamba: 4 layers, of which the second has experts.
-        ({"expert_layer_period": 4, "expert_layer_offset": 1}, [0, 1, 0, 0] * 8),
         ({"moe_layer_start_index": 2, "moe_layer_end_index": 4}, [0, 0, 1, 1, 1] + [0] * 27),
         ({"hybrid_override_pattern": "ME*E"}, [0, 1, 0, 1]),
     ],
@@ -162,24 +160,26 @@ def test_an_unknown_family_with_its_text_part(part: str) -> None:
     inner = {"text_config": text} if part == "thinker_config" else text
     model = model_of_config({"model_type": "newcomer", part: inner}, "c")
     assert (model.num_experts, model.moe_router_topk) == (8, 2)
-    assert model.notes[0].startswith("newcomer: a family that is not known, read by common keys")
-    assert "the router's score function is not told, taken as softmax" in model.notes
+    assert model.name == "newcomer"
+    assert model.notes[0].startswith("told by no config.json: norms of queries and keys, biases")
+    assert model.notes[0].endswith("the router's scores (softmax)")
 
 
 def test_groups_of_deepseek() -> None:
-    """DeepSeek-V2's router has groups only where the file says so, that of V3 always."""
+    """The router of DeepSeek-V2-Lite is greedy, whatever its groups; that of V3 has them."""
     for name, groups in (("deepseek_v2_lite", (None, None)), ("deepseek_v3", (8, 4))):
-        config = {**CONFIGS[name], "n_group": 8, "topk_group": 4}
-        del config["topk_method"]
-        model = model_of_config(config, "c")
+        model = model_of_config({**CONFIGS[name], "n_group": 8, "topk_group": 4}, "c")
         assert (model.moe_router_num_groups, model.moe_router_group_topk) == groups
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"model_type": None}, "c: model_type: missing, must be the name of a family"),
-        ({"num_local_experts": None}, "c: model_type: got mixtral, has no experts that are known"),
+        ({"model_type": None}, "c: model_type: got None, must be the name of a family"),
+        (
+            {"num_local_experts": None},
+            "c: model_type: got mixtral, has no experts by a key that is",
+        ),
         ({"first_k_dense_replace": 32}, "c: moe-layer-freq: got '([0]*32+[1]*0)', must be such"),
         ({"num_experts_per_tok": [8] * 31 + [4]}, "c: num_experts_per_tok: got a list of 32"),
     ],

@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+from published_configs import CONFIGS, NUM_PARAMETERS
 
 from monta_megatron.planner.layout import iteration_of, stages_of_layers
+from monta_megatron.planner.models.config_json import model_of_config
+from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model, model_of, with_batch
 
 # H = 8, 2 heads, 4 experts of FFN size 16, gated.
@@ -27,6 +30,22 @@ SMALL: dict[str, Any] = {
 def model(**changes: Any) -> Model:
     given = {**SMALL, **{name.replace("_", "-"): value for name, value in changes.items()}}
     return model_of({k: v for k, v in given.items() if v != "left out"}, "small", "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("preset", "family"), [("glm_4_5_air", "glm4_moe"), ("qwen3_next_80b_a3b", "qwen3_next")]
+)
+def test_presets_of_a_family_are_its_published_model(preset: str, family: str) -> None:
+    ours, published = load_model(preset), model_of_config(CONFIGS[family], family)
+    assert ours.num_parameters == pytest.approx(NUM_PARAMETERS[family], rel=1e-3)
+    # What a preset chooses: loss, bias and the number of tokens.
+    alike = {
+        name: value
+        for name, value in published.arguments.items()
+        if name not in ("moe-aux-loss-coeff", "moe-router-load-balancing-type", "mtp-num-layers")
+        and name not in ("seq-length", "rotary-base")
+    }
+    assert {name: ours.arguments.get(name) for name in alike} == alike
 
 
 @pytest.mark.parametrize(

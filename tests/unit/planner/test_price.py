@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from clusters import INSTANT, cluster_of, layout_of, link, preset, shape_of
-from counted_routing import CountedRouting
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.counts import message_size
@@ -196,23 +195,6 @@ def test_the_first_chunk_of_every_stage_takes_longer() -> None:
         "copy per expert": pytest.approx([11, 0, 0, 0]),
         "order": pytest.approx([10, 0, 0, 0]),
     }
-
-
-def test_ranks_that_share_a_nic_are_priced_together() -> None:
-    """40 rows leave node 0 through its only interface: 30 of rank 0 and 10 of rank 1."""
-    # Each rank's tokens: how many, and the expert, hence the rank, to which all of them go.
-    maps = tuple(
-        np.eye(4, dtype=bool)[[expert] * count]
-        for expert, count in ((2, 30), (2, 10), (2, 5), (3, 5))
-    )
-    routing = CountedRouting(name="recorded", routing_maps=maps)
-    shape = shape_of(4, ranks_per_node=2, num_experts=4, topk=1, routing=routing)
-    cluster = cluster_of(link(1.0), link(1e6), link(1e6), ranks=2, nics=1)
-    found = price(shape, cluster, CHAINS["alltoall"], 1, "forward")
-    for pass_name, row_bytes in (("dispatch", 8192 + 4), ("combine", 8192)):
-        (exchange,) = works(found, pass_name, "alltoall")
-        # At 1 GB/s.
-        assert exchange.times_us == pytest.approx([40 * row_bytes / 1e3], rel=1e-3)
 
 
 @pytest.mark.parametrize(("rates", "ranks"), [((1.0, 1e6), 8), ((1e6, 1.0), 7)])

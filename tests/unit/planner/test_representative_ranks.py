@@ -7,9 +7,9 @@ from clusters import layout_of, preset, shape_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from monta_megatron.core import Layout, Shape
+from monta_megatron.core import Layout, Routing, Shape
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import PricedRanks, priced_ranks
+from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.routing.drawn import skewed_routing
 from monta_megatron.planner.routing.expected import UniformRouting
@@ -23,9 +23,9 @@ class RankByRank(UniformRouting):
         return False
 
 
-def shown(found: PricedRanks) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-    """Its ranks in place of their layouts."""
-    return [layout.rank for layout in found.layouts], found.num_represented, found.nic_starts
+def shown(layout: Layout, routing: Routing) -> dict[int, int]:
+    """Rank -> number of ranks that it stands for."""
+    return {priced.rank: number for priced, number in priced_ranks(layout, routing)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,41 +112,19 @@ def test_the_plan_is_that_of_all_ranks(case: Case) -> None:
     assert numbers == pytest.approx(expected_numbers, rel=1e-12)
 
 
-def test_one_rank_stands_for_all_where_all_are_alike() -> None:
-    even = layout_of(16, 1, 8, 64)
-    routing = UniformRouting(num_experts=64, topk=8)
-    assert shown(priced_ranks(even, routing, 2)) == ([0], (16,), (0,))
-    in_turn = replace(even, nodes=(0, 1) * 8)
-    assert shown(priced_ranks(in_turn, routing, 1)) == ([0], (16,), (0,))
+def test_ranks_that_stand_for_others() -> None:
+    even, routing = layout_of(16, 1, 8, 64), UniformRouting(num_experts=64, topk=8)
+    assert shown(even, routing) == shown(replace(even, nodes=(0, 1) * 8), routing) == {0: 16}
     # Nobody knows what a sample holds.
-    each = shown(priced_ranks(even, skewed_routing(64, 8), 2))
-    assert each == (list(range(16)), (1,) * 16, tuple(range(0, 16, 2)))
-
-
-def test_ranks_with_as_many_peers_on_their_node_are_alike() -> None:
-    """Of EP 12 on nodes of 4 from the third rank of a node on: 2, 4, 4 and 2 ranks."""
+    assert shown(even, skewed_routing(64, 8)) == dict.fromkeys(range(16), 1)
+    # EP 12 on nodes of 4 from the third rank of a node on: 2, 4, 4 and 2 ranks.
     layout = replace(layout_of(12, 1, 4, 12), nodes=(0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3))
-    routing = UniformRouting(num_experts=12, topk=2)
-    assert shown(priced_ranks(layout, routing, 1)) == ([0, 2], (4, 8), (0, 1))
-    # Whole nodes share an interface, and are alike in themselves.
-    assert shown(priced_ranks(layout, routing, 4)) == ([0, 2], (4, 8), (0, 1))
-
-
-def test_ranks_that_share_an_interface_stay_together() -> None:
-    """EP 3, ETP 2, nodes of 3: ranks 0 1 | 2 3 | 4 5 are ETP groups, 0 2 4 | 1 3 5 EP groups.
-
-    On node 0 are ranks 0 1 2: rank 0 has both peers there, rank 1 that of ETP, rank 2 that of EP.
-    """
+    assert shown(layout, UniformRouting(num_experts=12, topk=2)) == {0: 4, 2: 8}
+    # EP 3, ETP 2, nodes of 3: ranks 0 1 | 2 3 | 4 5 are ETP groups, 0 2 4 | 1 3 5 EP groups. Rank 0
+    # has both peers on its node, rank 1 that of ETP, rank 2 that of EP.
     layout = Layout(ep=3, etp=2, num_local_experts=1, rank=0, nodes=(0, 0, 0, 1, 1, 1))
-    routing = UniformRouting(num_experts=3, topk=1)
-    assert shown(priced_ranks(layout, routing, 1)) == ([0, 1, 2], (2, 2, 2), (0, 1, 2))
-    # Node 1 holds the same in another order.
-    assert shown(priced_ranks(layout, routing, 3)) == ([0, 1, 2, 3, 4, 5], (1,) * 6, (0, 3))
-
-
-def test_unlike_parts_of_groups_are_priced_by_themselves() -> None:
-    """Of 3 ranks with 4 experts each, the second one's lie in two groups evenly."""
-    layout = layout_of(3, 1, 3, 12)
+    assert shown(layout, UniformRouting(num_experts=3, topk=1)) == {0: 2, 1: 2, 2: 2}
+    # Of 3 ranks with 4 experts each, the second one's lie in two groups evenly.
     routing = UniformRouting(num_experts=12, topk=3, num_groups=4, group_topk=2)
-    assert len(priced_ranks(layout, routing, 1).layouts) == 3
-    assert len(priced_ranks(layout_of(4, 1, 4, 12), routing, 1).layouts) == 1
+    assert len(shown(layout_of(3, 1, 3, 12), routing)) == 3
+    assert len(shown(layout_of(4, 1, 4, 12), routing)) == 1

@@ -1,7 +1,7 @@
 """A study as a test: candidates proposed by the costs of another cluster, judged by true prices.
 
-Each preset is taken for each other one that has as many ranks per node, in every exchange for which
-both have enough nodes: 7,228 cases. The excess is the best true price among the candidates over the
+Each preset is taken for each other one with as many ranks per node, in every exchange for which
+both have enough nodes: 10,240 cases. The excess is the best true price among candidates over the
 best of all choices.
 """
 
@@ -38,7 +38,7 @@ CLUSTERS = {
 SAME_GPU = ({"h100_8x_ndr", "h100_efa_p5"}, {"a800_2x8_ib200", "a800_4x200_roce"})
 TP, EP, ETP = (1, 2), (8, 16, 32, 64), (1, 2, 8)
 NUM_SLOTS = 24 // TRIALS
-NUM_CASES = 7_228
+NUM_CASES = 10_240
 
 # (assumed cluster, true one) -> [cases] excess.
 Excess = dict[tuple[str, str], list[float]]
@@ -86,8 +86,8 @@ def excess() -> Excess:
 def test_the_candidates_hold_a_choice_near_the_best(excess: Excess) -> None:
     cases = np.concatenate(list(excess.values()))
     assert len(cases) == NUM_CASES and cases.min() >= 0
-    assert cases.mean() <= 0.0025
-    assert np.quantile(cases, 0.99) <= 0.08
+    assert cases.mean() <= 0.002
+    assert np.quantile(cases, 0.99) <= 0.05
 
 
 def test_a_wrong_network_costs_nothing(excess: Excess) -> None:

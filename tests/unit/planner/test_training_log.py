@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from clusters import document
@@ -11,6 +10,7 @@ from training_logs import QWEN3_30B, TRAINING, arguments_block, iteration_lines,
 
 from monta_megatron.cli import main
 from monta_megatron.planner.models.model import model_of
+from monta_megatron.tools.plan.request import PlanRequest
 from monta_megatron.tools.plan.training_log import TrainingLog, read_training_log
 
 ON_16 = {**QWEN3_30B, "world_size": 16, "expert_model_parallel_size": 16}
@@ -27,49 +27,49 @@ def read(folder: Path, text: str) -> TrainingLog:
     return read_training_log(write(folder, text))
 
 
-def plan(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    return document(capsys, "plan", "--log", str(path), *CLUSTER, *words)
+def request(log: TrainingLog) -> PlanRequest:
+    return log.request(PlanRequest(model="", cluster=""))
 
 
 def test_the_plan_of_a_log_is_that_of_its_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, training_log(ON_16, 9000.0))
-    of_log = plan(path, capsys)
-    words = ["plan", "--model", "qwen3_30b_a3b", *CLUSTER, "--world-size", "16", "--ep", "16"]
-    of_preset = document(capsys, *words, "--global-batch-size", "256")
-    for name in ("chain", "num_chunks", "predicted_us", "stock_us"):
-        assert of_log[name] == of_preset[name]
-    assert of_log["memory"]["state_bytes"] == of_preset["memory"]["state_bytes"]
-    # 48 layers, and 16 micro-batches of each of 16 data parallel ranks.
-    exchange_ms = of_log["stock_us"] * 48 * 16 / 1e3
-    assert of_log["iteration_ms"] == 9000.0
-    assert of_log["exchange_share"] == pytest.approx(exchange_ms / 9000)
-    saved_ms = (of_log["stock_us"] - of_log["predicted_us"]) * 48 * 16 / 1e3
-    assert of_log["saved_share"] == pytest.approx(saved_ms / 9000)
-
-
-def test_an_iteration_that_was_measured_says_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    of_log = plan(write(tmp_path, training_log(ON_16, 9000.0)), capsys)
+    of_log = document(capsys, "plan", "--log", str(path), *CLUSTER)
     words = ["plan", "--model", "qwen3_30b_a3b", *CLUSTER, "--world-size", "16", "--ep", "16"]
     given = ["--global-batch-size", "256", "--iteration-ms", "9000"]
-    of_flag = document(capsys, *words, *given)
-    for name in ("iteration_ms", "exchange_share", "saved_share"):
-        assert of_flag[name] == of_log[name]
+    of_preset = document(capsys, *words, *given)
+    for name in of_preset.keys() - {"notes"}:
+        assert of_log[name] == of_preset[name], name
+    # 48 layers, and 16 micro-batches of each of 16 data parallel ranks.
+    exchange_ms = of_log["stock_us"] * 48 * 16 / 1e3
+    assert of_log["exchange_share"] == pytest.approx(exchange_ms / 9000)
 
 
-def test_what_a_run_with_monta_saves_is_a_part_of_the_iteration_without(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ours = {**ON_16, "moe_token_dispatcher_type": "monta"}
-    planned = plan(write(tmp_path, training_log(ours, 9000.0)), capsys)
-    saved_ms = (planned["stock_us"] - planned["predicted_us"]) * 48 * 16 / 1e3
-    assert planned["saved_share"] == pytest.approx(saved_ms / (9000 + saved_ms))
-    assert planned["exchange_share"] == pytest.approx(
-        planned["predicted_us"] * 48 * 16 / 1e3 / 9000
-    )
+@pytest.mark.parametrize(
+    ("said", "ran", "is_ours"),
+    [
+        ({}, "alltoall", False),
+        ({"moe_token_dispatcher_type": "monta"}, "auto", True),
+        (
+            {"moe_token_dispatcher_type": "monta", "moe_monta_chain": "alltoall_dedup"},
+            "alltoall_dedup",
+            True,
+        ),
+    ],
+)
+def test_the_chain_that_ran(tmp_path: Path, said: dict[str, str], ran: str, is_ours: bool) -> None:
+    measured = read(tmp_path, training_log({**ON_16, **said}, 9000.0)).measured
+    assert (measured.ran, measured.is_ours, measured.hidden_by) == (ran, is_ours, "")
+    # Without the first tenth of the iterations.
+    assert measured.iteration_ms == pytest.approx(9000.0, rel=1e-3)
+
+
+def test_nodes_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4 ranks share a node link: 16 ranks are 4 nodes."""
+    path = write(tmp_path, training_log({**ON_16, "moe_monta_ranks_per_node": 4}, 9000.0))
+    planned = document(capsys, "plan", "--log", str(path), *CLUSTER)
+    assert planned["key"]["nodes"] == [rank // 4 for rank in range(16)]
 
 
 LABELS: dict[str, Callable[[str], str]] = {
@@ -96,25 +96,22 @@ def test_labels_in_front_of_lines(tmp_path: Path, label: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "line", "world_size"),
+    ("said", "world_size"),
     [
-        ({"world_size": 16}, "", 16),
-        ({}, "using world size: 32, data-parallel size: 4, context-parallel size: 1", 32),
-        ({"data_parallel_size": 4, "tensor_model_parallel_size": 2}, "", 8),
-        ({}, "", None),
+        ({"world_size": 16}, 16),
+        ({"data_parallel_size": 4, "tensor_model_parallel_size": 2}, 8),
+        ({}, None),
     ],
 )
-def test_world_size(
-    tmp_path: Path, said: dict[str, int], line: str, world_size: int | None
-) -> None:
+def test_world_size(tmp_path: Path, said: dict[str, int], world_size: int | None) -> None:
     settings = {**TRAINING, **QWEN3_30B, "expert_model_parallel_size": 4, **said}
-    lines = [line, *arguments_block(settings), *iteration_lines([9.0] * 3)]
+    lines = [*arguments_block(settings), *iteration_lines([9.0] * 3)]
     log = read(tmp_path, "\n".join(lines))
-    assert log.world_size == world_size
+    if world_size is not None:
+        assert request(log).world_size == world_size
+        return
     words = ["plan", "--log", str(tmp_path / "train.log"), *CLUSTER]
-    assert main(words) == (2 if world_size is None else 0)
-    if world_size is None:
-        assert main([*words, "--world-size", "8"]) == 0
+    assert (main(words), main([*words, "--world-size", "8"])) == (2, 0)
 
 
 def test_a_configuration_as_yaml(tmp_path: Path) -> None:
@@ -128,9 +125,11 @@ def test_a_configuration_as_yaml(tmp_path: Path) -> None:
     plain = read(tmp_path, training_log(ON_16, 9000.0))
     for name in ("num-experts", "swiglu", "group-query-attention", "num-query-groups"):
         assert log.arguments[name] == plain.arguments[name]
-    assert (log.world_size, log.sizes) == (plain.world_size, plain.sizes)
+    sizes = ("world_size", "tp", "ep", "etp", "cp", "pp", "global_batch_size")
+    for size in sizes:
+        assert getattr(request(log), size) == getattr(request(plain), size)
     # Without the first one, in which everything starts.
-    assert log.iteration_ms == 4.0
+    assert log.measured.iteration_ms == 4.0
 
 
 # As Megatron Bridge prints them: its whole configuration, and what differs from defaults.
@@ -154,7 +153,6 @@ def test_configurations_of_bridge(
     assert (model.hidden_size, model.value_bytes, model.micro_batch_size) == (64, 2, 1)
     assert log.arguments["untie-embeddings-and-output-weights"] is True
     assert log.arguments["decoder-first-pipeline-num-layers"] == "2"
-    assert log.world_size == (16 if printed.startswith("data") else None)
     assert main(["plan", "--log", str(path), *CLUSTER, "--world-size", "16"]) == 0
     assert "4 ms by flex, whose exchange has no price" in " ".join(capsys.readouterr().out.split())
 
@@ -165,25 +163,28 @@ def test_restarts_and_cut_lines(tmp_path: Path) -> None:
     changed = {**TRAINING, **ON_16, "micro_batch_size": 2}
     second = [*arguments_block(changed), *iteration_lines([7.0] * 6, first=5)]
     log = read(tmp_path, "\n".join([*first, *second, second[-1][:60]]))
-    assert log.times_ms == (7.0,) * 6
+    assert log.times_ms == [7.0] * 6
     assert log.arguments["micro-batch-size"] == "2"
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        (b"\x1f\x8b\x08\x00rest", "is gzip; unpack it, must be the text that was printed"),
-        (b'{"log":"iteration 1/ 2 |","stream":"stdout"}\n', "is JSON lines of docker"),
-    ],
-)
+def test_keys_of_other_sections_change_nothing(tmp_path: Path) -> None:
+    """A key without a value is one of the model only there."""
+    lines = [*BRIDGE.splitlines(), "checkpoint:", "  hidden_size:", *iteration_lines([9.0] * 3)]
+    assert read(tmp_path, "\n".join(lines)).arguments["hidden-size"] == "64"
+
+
+@pytest.mark.parametrize("content", [b"\x1f\x8b\x08\x00rest", b'{"log":"iteration 1/ 2 |"}\n', b""])
 def test_no_log_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, line: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
     path = tmp_path / "train.log"
     path.write_bytes(content)
     assert main(["plan", "--log", str(path), *CLUSTER]) == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith(f"monta plan: --log: {path}: {line}") and "\n" not in error
+    assert error.startswith(f"monta plan: --log: {path}: holds no `iteration N/ M | ... elapsed")
+    assert error.endswith(
+        "must be the text, not packed, that Megatron-LM or Megatron Bridge printed"
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))

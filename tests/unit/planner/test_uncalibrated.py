@@ -11,6 +11,9 @@ from monta_megatron.planner.cluster_file import nearest_preset, uncalibrated
     [
         ("NVIDIA H100 80GB HBM3", 8, "h100_8x_ndr"),
         ("NVIDIA A100-SXM4-80GB", 8, "a100_hdr"),
+        ("NVIDIA A100-SXM-64GB", 4, "a100_4x_hdr"),
+        ("NVIDIA H20", 8, "h20_8x_roce400"),
+        ("NVIDIA GH200 120GB", 4, "gh200_4x_200g"),
         ("NVIDIA A100-PCIE-40GB", 8, "a100_pcie_hdr"),
         ("NVIDIA A800-SXM4-80GB", 8, "a800_2x8_ib200"),
         ("NVIDIA GB200", 4, "gb200_nvl72"),

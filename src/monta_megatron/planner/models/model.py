@@ -165,7 +165,9 @@ def model_of(
     if layers is None:
         read.missing.append("num-layers")
     seq_length, micro_batch_size = (read.size(size) for size in BATCH)
-    ffn = _ffn_size(read, hidden_size)
+    # Megatron's default of a gated layer is 8/3 of H in multiples of 64.
+    default = 4 * hidden_size * 2 // 3 // 64 * 64 if read.flag("swiglu") else 4 * hidden_size
+    ffn = read.size("ffn-hidden-size", max(default, 1))
     moe_ffn = read.size("moe-ffn-hidden-size", ffn)
     groups, group_topk = (read.optional(f"moe-router-{x}") for x in ("num-groups", "group-topk"))
     if read.missing:
@@ -183,7 +185,7 @@ def model_of(
     row_size = read.size("moe-latent-size", hidden_size)
     gate = 3 if read.flag(*GATED) else 2
     experts_of_layer = experts * gate * row_size * moe_ffn
-    num_parameters = _num_parameters(read, hidden_size, layers, experts_of_layer)
+    num_parameters = _num_parameters(read, hidden_size, layers, experts_of_layer, gate, ffn)
     # Layers of multi-token prediction are like the last one.
     num_more = layers[-1] * read.size("mtp-num-layers", 0, least=0)
     read.require_spelling()
@@ -235,25 +237,32 @@ def _check_groups(
     read.require(chosen * (experts // groups) >= topk, name, rule)
 
 
-def _ffn_size(read: Reader, hidden_size: int) -> int:
-    """FFN size of a dense layer, by Megatron's default where it is not given."""
-    gated = 4 * hidden_size * 2 // 3 // 64 * 64
-    return read.size("ffn-hidden-size", max(gated, 1) if read.flag("swiglu") else 4 * hidden_size)
-
-
 def _num_parameters(
-    read: Reader, hidden_size: int, layers: list[bool], experts_of_layer: int
+    read: Reader,
+    hidden_size: int,
+    layers: list[bool],
+    experts_of_layer: int,
+    gate: int,
+    ffn: int,
 ) -> int | None:
-    """Weights of all matrices: norms and biases, less than one in a thousand, are left out."""
+    """Weights of all matrices: norms and biases, less than one in a thousand, are left out.
+
+    Args:
+        read: the model's arguments.
+        hidden_size: H.
+        layers: [L] whether a layer has experts.
+        experts_of_layer: parameters of its experts.
+        gate: matrices of an FFN, 3 with a gate.
+        ffn: FFN size of a dense layer.
+    """
     if read.value("vocab-size") is None or any(map(read.value, HYBRID_PATTERNS)):
         return None
-    gate = 3 if read.flag(*GATED) else 2
     latent = read.optional("moe-latent-size")
     experts = read.size("num-experts")
     shared = read.size("moe-shared-expert-intermediate-size", 0, least=0)
     # Of an MoE layer besides its experts: router, shared experts, projections to the latent rows.
     beside = hidden_size * (experts + gate * shared + 2 * (latent or 0))
-    dense = gate * hidden_size * _ffn_size(read, hidden_size)
+    dense = gate * hidden_size * ffn
     attention = _attention_parameters(read, hidden_size, len(layers))
     num_moe = sum(layers)
     total = num_moe * (experts_of_layer + beside) + (len(layers) - num_moe) * dense + attention

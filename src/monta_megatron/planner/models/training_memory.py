@@ -1,16 +1,18 @@
 """Memory of a training on a rank, by one formula: whether a layout fits.
 
-Weights, gradients and the distributed optimizer's state, the input of every layer for all
-micro-batches in the pipeline (the rest is recomputed), and the exchange; stages of the same size.
+Weights, gradients and the distributed optimizer's state; of the fuller one of the first and the
+last pipeline stage the inputs of its layers for all micro-batches in the pipeline (the rest is
+recomputed) and the logits; and the exchange. Every stage counts as the largest.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from monta_megatron.common.units import size_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.model import Model, Reader
 
 # Share of a rank's memory that is left to everything else.
 HEADROOM = 0.1
@@ -23,7 +25,7 @@ class TrainingMemory:
     Attributes:
         state_bytes: weights, gradients and optimizer state; None where the parameters cannot be
             counted.
-        activation_bytes: the inputs of the layers, for all micro-batches in the pipeline.
+        activation_bytes: the inputs of the layers, and the logits on the last stage.
         exchange_bytes: the most that the executor holds at once; see `chain_price.peak_bytes`.
         available_bytes: what a rank may use; None where the cluster file does not say.
     """
@@ -56,9 +58,9 @@ class TrainingMemory:
             of = f"a rank's {size_text(self.available_bytes)}"
             of += "" if self.fits else f", does not fit with {HEADROOM:.0%} headroom"
         return (
-            f"{size_text(self.needed_bytes)} of {of}: weights, gradients and optimizer "
-            f"{size_text(self.state_bytes)}, layer inputs {size_text(self.activation_bytes)}, "
-            f"exchange {size_text(self.exchange_bytes)}"
+            f"{size_text(self.needed_bytes)} of {of}: weights, gradients, optimizer "
+            f"{size_text(self.state_bytes)}, layer inputs and logits "
+            f"{size_text(self.activation_bytes)}, exchange {size_text(self.exchange_bytes)}"
         )
 
     def document(self) -> dict[str, Any]:
@@ -69,7 +71,7 @@ class TrainingMemory:
 def training_memory(
     model: Model, cluster: Cluster, layout: ParallelLayout, tokens: int, exchange_bytes: float
 ) -> TrainingMemory:
-    """Memory of a training on a rank of the first pipeline stage.
+    """Memory of a training on a rank of the first or the last pipeline stage.
 
     Args:
         model: the trained model.
@@ -78,10 +80,14 @@ def training_memory(
         tokens: of a rank in a micro-batch.
         exchange_bytes: the most that an exchange holds.
     """
+    inputs = float(tokens * model.hidden_size * model.value_bytes * _of_stage(model, layout))
+    vocabulary = Reader(model.arguments, model.name).size("vocab-size", 0, least=0)
+    # [S * B / CP, V / TP] as they are, and in fp32 for the loss.
+    logits = tokens * vocabulary * (model.value_bytes + 4)
     return TrainingMemory(
         state_bytes=state_bytes(model, layout),
-        # A stage has 1/pp of the layers, and pp micro-batches in flight.
-        activation_bytes=float(tokens * model.hidden_size * model.value_bytes * model.num_layers),
+        # The first stage has pp micro-batches in flight, the last has one.
+        activation_bytes=max(inputs * layout.pp, inputs + logits),
         exchange_bytes=exchange_bytes,
         available_bytes=cluster.memory_bytes_per_rank,
     )
@@ -101,7 +107,12 @@ def state_bytes(model: Model, layout: ParallelLayout) -> float | None:
         (model.num_parameters - experts, layout.tp),
         (experts, layout.ep * layout.etp),
     ):
-        on_rank = parameters / (parts * layout.pp)
+        on_rank = parameters / parts * _of_stage(model, layout) / model.num_layers
         data_parallel = layout.world_size / (parts * layout.pp)
         total += on_rank * (held + sharded / data_parallel)
     return total
+
+
+def _of_stage(model: Model, layout: ParallelLayout) -> int:
+    """Layers of the largest pipeline stage."""
+    return math.ceil(model.num_layers / layout.pp)

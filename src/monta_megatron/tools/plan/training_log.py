@@ -1,35 +1,46 @@
-"""Read a training's log: what its loop printed of arguments, world size and iterations.
+"""The request that a training's log makes: its model, layout, batch and measured iterations.
 
 Megatron-LM prints its arguments in a block of `name .... value`, Megatron Bridge its configuration
 as YAML, or what differs from the defaults as `name: value` under `[model]`. Both print `iteration
-7/ 100 | ... elapsed time per iteration (ms): 8600.1 |`. Labels of torchrun, srun, mpirun,
-Kubernetes and Ray may stand in front of a line, and colours inside it. Of a training that was
-started again in the same file, the last start counts.
+7/ 100 | ... elapsed time per iteration (ms): 8600.1 |`. Labels of launchers may stand in front of a
+line, and colours inside it. Of a training that was started again, the last start counts.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from monta_megatron.planner.models.model import Reader
+from monta_megatron.common.rules import require
+from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
+from monta_megatron.planner.benefit import Measured
+from monta_megatron.planner.models.model import Reader, model_of
+from monta_megatron.tools.launch.arguments import DISPATCHER, PARALLEL_ARGUMENTS
 from monta_megatron.tools.launch.log import ITERATION, TIME_MS, not_repeated
+from monta_megatron.tools.plan.request import PlanRequest
 
-COLOUR = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
-# Ray says so behind a line that several actors print.
-REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
-DOTTED = re.compile(r"(?:^|[\s\]:>|)])([a-z][a-z0-9_]*) \.{2,} (.*)$")
-KEY = re.compile(r"(?:^|[\s\]:>|)])([a-z][a-z0-9_]*):(?: +([^\s{|][^{|]*))?$")
-ITEM = re.compile(r"(?:^|[\s\]:>|)])- (\S+)$")
-DEFAULT = re.compile(r" +\(Mcore default: .*$")
+# Colours, and what Ray says behind a line that several actors print, and Bridge behind a value.
+NOISE = re.compile(r"\x1b\[[\d;]*[A-Za-z]|\s*\[repeated \d+x across cluster\].*$| +\(Mcore def.*$")
+LABEL = r"(?:^|[\s\]:>|)])"
+DOTTED = re.compile(LABEL + r"([a-z][a-z0-9_]*) \.{2,} (.*)$")
+KEY = re.compile(LABEL + r"([a-z][a-z0-9_]*):(?: +([^\s{|][^{|]*))?$")
+ITEM = re.compile(LABEL + r"- (\S+)$")
 SECTION = re.compile(r"\[([a-z]+)\](?::$| Non-default values )")
-WORLD_SIZE = re.compile(r"\busing world size: *(\d+)")
 # With one of these a training starts.
-START = re.compile(rf"{WORLD_SIZE.pattern}|- arguments -|(?:^|[\s\]:>|)])model:$|\[model\] Non")
+START = re.compile(rf"- arguments -|{LABEL}model:$|\[model\] Non")
+# One of these is in every line that says something, which is found faster than by expressions.
+MARKS, LONGEST_LINE = ("iteration", " ..", ": ", ":\n", "- "), 4096
 # Places of a configuration whose keys are read.
 PLACES = (("model",), ("model", "transformer"), ("train",))
+UNSET = ("None", "null", "False", "false", "")
+# Fields of a request.
+SIZES = {
+    **PARALLEL_ARGUMENTS,
+    "world_size": "world-size",
+    "ranks_per_node": "moe-monta-ranks-per-node",
+    "global_batch_size": "global-batch-size",
+}
 # Of TransformerConfig -> Megatron's argument.
 OTHER_NAMES = {
     "num_moe_experts": "num_experts",
@@ -38,122 +49,110 @@ OTHER_NAMES = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
-SIZES = {
-    "tp": "tensor-model-parallel-size",
-    "ep": "expert-model-parallel-size",
-    "etp": "expert-tensor-parallel-size",
-    "cp": "context-parallel-size",
-    "pp": "pipeline-model-parallel-size",
-}
-# One of these is in every line that says something, which is found faster than by expressions.
-MARKS = ("iteration", " ..", ": ", ":\n", "- ")
-LONGEST_LINE = 4096
-UNSET = ("None", "null", "False", "false", "")
-FORMATS = (
-    (b"\x1f\x8b", "gzip; unpack it"),
-    (b"\x28\xb5\x2f\xfd", "zstd; unpack it"),
-    (b"\xfd7zXZ", "xz; unpack it"),
-    (b"\xff\xfe", "UTF-16; convert it to UTF-8"),
-    (b"\xfe\xff", "UTF-16; convert it to UTF-8"),
-    (b'{"log":', "JSON lines of docker; `docker logs` prints the text"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingLog:
-    """The last training of a log.
-
-    Attributes:
-        file: the log.
-        arguments: Megatron's arguments by their names with dashes.
-        printed_world_size: all ranks, as Megatron prints them at the start, or None.
-        times_ms: of each iteration, in order.
-    """
-
-    file: str
-    arguments: Mapping[str, Any]
-    printed_world_size: int | None
-    times_ms: tuple[float, ...]
-
-    @property
-    def iteration_ms(self) -> float:
-        """Median without the first tenth, in which everything starts."""
-        return median(self.times_ms[max(1, len(self.times_ms) // 10) :] or self.times_ms)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the layout by their short names; Megatron's ETP is TP where it is not given."""
-        read = Reader(self.arguments, self.file)
-        tp = read.size(SIZES["tp"], 1)
-        return {
-            name: read.size(argument, tp if name == "etp" else 1)
-            for name, argument in SIZES.items()
-        }
-
-    @property
-    def world_size(self) -> int | None:
-        """All ranks; None where neither they nor the data parallel ranks are said."""
-        read, sizes = Reader(self.arguments, self.file), self.sizes
-        dp = read.optional("data-parallel-size")
-        of_dp = None if dp is None else dp * sizes["tp"] * sizes["cp"] * sizes["pp"]
-        return self.printed_world_size or read.optional("world-size") or of_dp
-
-    @property
-    def overlaps(self) -> tuple[str, ...]:
-        """Settings by which computation hides a part of the exchange."""
-        read = Reader(self.arguments, self.file)
-        shared = read.value("moe-shared-expert-intermediate-size") is not None
-        names = ["overlap-moe-expert-parallel-comm"]
-        names += ["moe-shared-expert-overlap"] * shared
-        return tuple(name for name in names if read.flag(name))
 
 
 @dataclass
-class _Start:
-    """What was printed since a training started.
+class TrainingLog:
+    """Lines of a log since a training started.
 
     Attributes:
+        file: for messages.
         said: values by their names, as texts.
         timed: number and milliseconds of each iteration.
-        world_size: as Megatron prints it, or None.
-        inside: column and name of the keys that a line of YAML stands under.
     """
 
+    file: str
     said: dict[str, str] = field(default_factory=dict)
     timed: list[tuple[int, float]] = field(default_factory=list)
-    world_size: int | None = None
-    inside: list[tuple[int, str]] = field(default_factory=list)
+    # Column and name of the keys that a line of YAML stands under.
+    _inside: list[tuple[int, str]] = field(default_factory=list)
 
-    def read(self, line: str) -> None:
+    def add(self, line: str) -> None:
         """Take in what a line says; most say nothing."""
-        if (iteration := ITERATION.search(line)) is not None:
-            if (ms := TIME_MS.search(line)) is not None:
+        if iteration := ITERATION.search(line):
+            if ms := TIME_MS.search(line):
                 self.timed.append((int(iteration[1]), float(ms[1])))
-        elif (dotted := DOTTED.search(line)) is not None:
+        elif dotted := DOTTED.search(line):
             self.said[dotted[1]] = dotted[2].strip()
-        elif (world := WORLD_SIZE.search(line)) is not None:
-            self.world_size = int(world[1])
-        elif (section := SECTION.search(line)) is not None:
-            self.inside = [(-1, section[1])]
-        elif (item := ITEM.search(line)) is not None:
+        elif section := SECTION.search(line):
+            self._inside = [(-1, section[1])]
+        elif item := ITEM.search(line):
             *above, name = self._names or ("",)
             if tuple(above) in PLACES:
                 self.said[name] = f"{self.said.get(name, '[').rstrip(']')}{item[1]},]"
-        elif (key := KEY.search(DEFAULT.sub("", line))) is not None:
-            self._read_key(key.start(1), key[1], key[2])
+        elif key := KEY.search(line):
+            while self._inside and key.start(1) <= self._inside[-1][0]:
+                self._inside.pop()
+            is_read = self._names in PLACES or (key[1] == "data_parallel_size" and not self._inside)
+            if is_read and key[2] is None:
+                self.said.pop(key[1], None)
+            elif is_read:
+                self.said[key[1]] = key[2].strip().strip("'\"")
+            if key[2] is None:
+                self._inside.append((key.start(1), key[1]))
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return tuple(name for _, name in self.inside)
+        return tuple(name for _, name in self._inside)
 
-    def _read_key(self, column: int, name: str, value: str | None) -> None:
-        while self.inside and column <= self.inside[-1][0]:
-            self.inside.pop()
-        if value is None:
-            self.inside.append((column, name))
-            self.said.pop(name, None)
-        elif self._names in PLACES or (name == "data_parallel_size" and not self.inside):
-            self.said[name] = value.strip().strip("'\"")
+    @property
+    def times_ms(self) -> list[float]:
+        """Of each iteration, in order; one that was run again counts once."""
+        return [ms for _, ms in not_repeated(self.timed)]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments that are not off, by Megatron's names with dashes."""
+        arguments: dict[str, Any] = {
+            OTHER_NAMES.get(name, name).replace("_", "-"): text.lower() == "true" or text
+            for name, text in self.said.items()
+            if text not in UNSET
+        }
+        if "num-query-groups" in arguments and "group_query_attention" not in self.said:
+            # TransformerConfig has no switch for it.
+            arguments["group-query-attention"] = True
+        if self.said.get("share_embeddings_and_output_weights", "").lower() == "false":
+            arguments["untie-embeddings-and-output-weights"] = True
+        if "padded-vocab-size" in arguments:
+            arguments.setdefault("vocab-size", arguments["padded-vocab-size"])
+        return arguments
+
+    def request(self, request: PlanRequest) -> PlanRequest:
+        """The request with what the log says; what the request says itself stays.
+
+        Raises:
+            ValueError: the log lacks an argument.
+        """
+        read = Reader(self.arguments, self.file)
+        sizes = {name: read.optional(argument) for name, argument in SIZES.items()}
+        tp = sizes["tp"] = sizes["tp"] or 1
+        # Megatron's own default.
+        sizes["etp"] = sizes["etp"] or tp
+        if sizes["world_size"] is None and (dp := read.optional("data-parallel-size")) is not None:
+            sizes["world_size"] = dp * tp * (sizes["cp"] or 1) * (sizes["pp"] or 1)
+        changes: dict[str, Any] = {
+            name: size for name, size in sizes.items() if getattr(request, name) is None
+        }
+        rule = "be given, as the log names no world size"
+        require(changes.get("world_size", 0) is not None, "--world-size", None, rule)
+        model = model_of(self.arguments, "the training of the log", self.file)
+        return replace(request, model=model, **changes)
+
+    @property
+    def measured(self) -> Measured:
+        """The median iteration without the first tenth, in which everything starts."""
+        read, times_ms = Reader(self.arguments, self.file), self.times_ms
+        ran, overlap = (
+            str(read.value(DISPATCHER) or "allgather"),
+            "overlap-moe-expert-parallel-comm",
+        )
+        is_ours = ran == DISPATCHER_TYPE
+        return Measured(
+            iteration_ms=median(times_ms[max(1, len(times_ms) // 10) :] or times_ms),
+            ran=str(read.value("moe-monta-chain") or AUTO) if is_ours else ran,
+            is_ours=is_ours,
+            hidden_by=overlap if read.flag(overlap) else "",
+        )
 
 
 def read_training_log(path: Path) -> TrainingLog:
@@ -162,58 +161,21 @@ def read_training_log(path: Path) -> TrainingLog:
     Raises:
         ValueError: it cannot be read, or holds no timed iteration.
     """
-    last = start = _Start()
-    for line in _lines(path):
-        if start.timed and START.search(line) is not None:
-            last, start = start, _Start()
-        start.read(line)
-    if not start.timed:
-        start = last
-    times_ms = tuple(ms for _, ms in not_repeated(start.timed))
-    if not times_ms:
-        raise ValueError(
-            f"--log: {path}: holds no timed iteration, must be the output of a training by "
-            "Megatron-LM or Megatron Bridge: `iteration N/ M | ... elapsed time per iteration "
-            "(ms): X |`"
-        )
-    return TrainingLog(
-        file=f"--log: {path}",
-        arguments=_arguments(start.said),
-        printed_world_size=start.world_size,
-        times_ms=times_ms,
-    )
-
-
-def _lines(path: Path) -> Iterator[str]:
+    last = start = TrainingLog(f"--log: {path}")
     try:
-        with path.open("rb") as file:
-            start = file.read(8)
-        for mark, what in FORMATS:
-            if start.startswith(mark):
-                raise ValueError(f"--log: {path}: is {what}, must be the text that was printed")
-        if b"\0" in start:
-            raise ValueError(f"--log: {path}: is no text, must be the text that was printed")
         with path.open(encoding="utf-8", errors="replace") as text:
             for line in text:
                 if len(line) < LONGEST_LINE and any(mark in line for mark in MARKS):
-                    line = COLOUR.sub("", line) if "\x1b" in line else line
-                    yield (REPEATED.sub("", line) if "[repeated" in line else line).rstrip()
+                    line = NOISE.sub("", line).rstrip()
+                    if start.timed and START.search(line):
+                        last, start = start, TrainingLog(start.file)
+                    start.add(line)
     except OSError as error:
         raise ValueError(f"--log: {path}: cannot be read: {error.strerror}") from error
-
-
-def _arguments(said: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments that are not off, by Megatron's names."""
-    arguments: dict[str, Any] = {}
-    for name, text in said.items():
-        if text not in UNSET:
-            key = OTHER_NAMES.get(name, name).replace("_", "-")
-            arguments[key] = True if text.lower() == "true" else text
-    if "num-query-groups" in arguments and "group_query_attention" not in said:
-        # TransformerConfig has no switch for it.
-        arguments["group-query-attention"] = True
-    if said.get("share_embeddings_and_output_weights", "").lower() == "false":
-        arguments["untie-embeddings-and-output-weights"] = True
-    if "padded-vocab-size" in arguments:
-        arguments.setdefault("vocab-size", arguments["padded-vocab-size"])
-    return arguments
+    found = start if start.timed else last
+    if not found.timed:
+        raise ValueError(
+            f"--log: {path}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, "
+            "must be the text, not packed, that Megatron-LM or Megatron Bridge printed"
+        )
+    return found

@@ -22,8 +22,7 @@ from monta_megatron.common.units import counted
 from monta_megatron.exchange.recording import Span
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools import pictures
-from monta_megatron.tools.plan.report import PHASES
-from monta_megatron.tools.plan.request import PlanInputs, PlanRequest, plan_request
+from monta_megatron.tools.plan.request import PlanRequest, plan_request
 from monta_megatron.tools.timeline import picture
 from monta_megatron.tools.timeline.picture import Comparison
 from monta_megatron.tools.timeline.predicted import predict
@@ -46,6 +45,10 @@ PROCESS_STEP = 1000
 # Perfetto truncates starts and durations to whole nanoseconds separately, and drops a slice that
 # then begins before its predecessor has ended.
 GAP_US = 1e-3
+PHASES = {
+    "forward": "dispatch + combine, forward",
+    "forward_backward": "dispatch + combine, forward + backward",
+}
 
 
 def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,29 +220,28 @@ def _check_stock(path: Path, chain: str) -> None:
 
 def of_prediction(
     request: PlanRequest,
-    inputs: PlanInputs,
     given: tuple[Chain, int] | None = None,
     is_alone: bool = False,
 ) -> Drawing:
     """Drawing of a layout's prediction, below that of stock alltoall there.
 
     Args:
-        request: tokens, routing and phase.
-        inputs: model, cluster and layout.
+        request: what is planned.
         given: a chain and its number of chunks; None for the planner's choice.
         is_alone: leave stock alltoall out.
 
     Raises:
         ValueError: no chain can run.
     """
-    cluster, layout = inputs.cluster, inputs.layout
     settings: dict[str, Any] = {}
     if given is not None:
         settings |= {"chains": (given[0].name,), "num_chunks": (given[1],)}
-    plan, shape, memory = plan_request(request, inputs, **settings)
+    planned = plan_request(request, **settings)
+    plan, shape, memory, model = planned.plan, planned.shape, planned.memory, planned.model
+    cluster, layout = planned.cluster, planned.layout
     chain = CHAINS[plan.chain]
     ours = predict(shape, cluster, chain, plan.num_chunks, request.phase)
-    where = f"{inputs.model.name} on {cluster.name}"
+    where = f"{model.name} on {cluster.name}"
     sizes = (
         f"TP {layout.tp}, EP {layout.ep}, ETP {layout.etp}, PP {layout.pp} on "
         f"{counted(layout.world_size, 'rank')}, {counted(shape.tokens_per_rank, 'token')} each"
@@ -255,10 +257,10 @@ def of_prediction(
         title=f"{ours.name}, predicted: {where}, {sizes}",
         timelines=[ours] if comparison is None else [comparison.stock, ours],
         comparison=comparison,
-        notes=[f"needs {memory.text}", *(f"note: {note}" for note in inputs.model.notes)],
+        notes=[f"needs {memory.text}", *(f"note: {note}" for note in model.notes)],
         about={
             "cluster": cluster.name,
-            "model": inputs.model.name,
+            "model": model.name,
             "notes": list(plan.notes),
             "memory": memory.document(),
         },

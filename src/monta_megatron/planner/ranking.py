@@ -1,0 +1,209 @@
+"""Layouts that fit a model and a cluster, ranked by the cost of their exchange."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from monta_megatron.chains.program import Phase
+from monta_megatron.common.rules import require
+from monta_megatron.common.units import counted, size_text, time_text
+from monta_megatron.core import Routing, Shape
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.layout import ParallelLayout, exchanges, shapes_of, uniform_routing
+from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.models.training_memory import HEADROOM, training_memory
+from monta_megatron.planner.plan import slowest_plan
+from monta_megatron.planner.routing.drawn import expected_routing, skewed_routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedLayout(ParallelLayout):
+    """A layout, with the plan for its exchange.
+
+    Attributes:
+        num_nodes: that an exchange lies on.
+        tokens: that a rank brings to an exchange.
+        chain, num_chunks: of the plan.
+        predicted_us: time of the exchanges of one layer and micro-batch.
+        us_per_1k_tokens: the same per 1,000 tokens of a rank; layouts differ in tokens per rank.
+        peak_bytes: the most that the executor holds at once on one rank.
+        needed_bytes: of a training on one rank; None where the parameters cannot be counted.
+    """
+
+    num_nodes: int
+    tokens: int
+    chain: str
+    num_chunks: int
+    predicted_us: float
+    us_per_1k_tokens: float
+    peak_bytes: float
+    needed_bytes: float | None
+
+    @property
+    def name(self) -> str:
+        """For messages: "EP 8 (TP 2, PP 4)"."""
+        others = (("ETP", self.etp), ("TP", self.tp), ("PP", self.pp))
+        named = ", ".join(f"{name} {size}" for name, size in others if size > 1)
+        return f"EP {self.ep} ({named})" if named else f"EP {self.ep}"
+
+
+def rank_layouts(
+    model: Model,
+    cluster: Cluster,
+    *,
+    world_size: int,
+    cp: int = 1,
+    pp: int | None = None,
+    tokens: int | None = None,
+    routing: str = "uniform",
+    phase: Phase = "forward_backward",
+) -> list[RankedLayout]:
+    """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
+
+    Each has the fewest pipeline stages with which it fits, but no more than the first whose
+    exchange stays in a node. TP and ETP stay inside a node. Where the cluster file says no memory,
+    everything fits; see `training_memory`.
+
+    Args:
+        model: the trained model.
+        cluster: the cluster it is trained on.
+        world_size, cp: the same for all layouts.
+        pp: pipeline stages; None for as many as it takes.
+        tokens: of a rank; None for the model's batch.
+        routing: see `routing_of`.
+        phase: the phase to choose for.
+
+    Raises:
+        ValueError: no layout fits.
+    """
+    # Step 1: the layouts of every exchange, the fewest stages first.
+    by_exchange: dict[tuple[int, int, int], list[ParallelLayout]] = {}
+    for stages in [pp] if pp else divisors(world_size):
+        for layout in layouts_of(model, cluster, world_size, cp, stages):
+            by_exchange.setdefault((layout.tp, layout.ep, layout.etp), []).append(layout)
+
+    # Step 2: the first that fits with its exchange.
+    found: list[RankedLayout] = []
+    needed: list[float | None] = []
+    for layouts in by_exchange.values():
+        shapes = routed_shapes(model, cluster, layouts[0], tokens, routing)
+        num_tokens, peak_bytes, plan = shapes[0].tokens_per_rank, 0.0, None
+        for layout in layouts:
+            memory = training_memory(model, cluster, layout, num_tokens, peak_bytes)
+            if memory.fits and plan is None:
+                plan, _ = slowest_plan(shapes, cluster, phase=phase)
+                peak_bytes = plan.chosen.peak_bytes or 0.0
+                memory = training_memory(model, cluster, layout, num_tokens, peak_bytes)
+            needed.append(memory.needed_bytes)
+            if memory.fits and plan is not None:
+                ranked = RankedLayout(
+                    **vars(layout),
+                    num_nodes=max(shape.layout.num_nodes for shape in shapes),
+                    tokens=num_tokens,
+                    chain=plan.chain,
+                    num_chunks=plan.num_chunks,
+                    predicted_us=plan.predicted_us,
+                    us_per_1k_tokens=plan.predicted_us / num_tokens * 1e3,
+                    peak_bytes=peak_bytes,
+                    needed_bytes=memory.needed_bytes,
+                )
+                found.append(ranked)
+                break
+    if not found:
+        least = min((size for size in needed if size is not None), default=None)
+        needs = "" if least is None else f"; the least needs {size_text(least)} of a rank"
+        raise ValueError(
+            f"world_size: got {world_size}, no (tp, ep, etp) with cp {cp} and pp {pp or 'any'} "
+            f"fits {model.name} on {cluster.name}{needs}, beside {HEADROOM:.0%} of headroom; more "
+            "ranks may help"
+        )
+    in_node = [layout.pp for layout in found if layout.num_nodes == 1]
+    most_stages = min(in_node, default=max(layout.pp for layout in found))
+    found = [layout for layout in found if layout.pp <= most_stages]
+    return sorted(found, key=lambda each: (each.us_per_1k_tokens, each.pp, each.peak_bytes))
+
+
+def best(ranking: Sequence[RankedLayout], in_node: bool) -> RankedLayout | None:
+    """The cheapest layout whose exchange stays in a node, or that crosses nodes."""
+    return next((layout for layout in ranking if (layout.num_nodes == 1) == in_node), None)
+
+
+def cross_or_stay(ranking: Sequence[RankedLayout]) -> str:
+    """Whether to cross nodes, by the best layouts that do and do not."""
+    inside, across = best(ranking, in_node=True), best(ranking, in_node=False)
+    if inside is None or across is None:
+        return (
+            f"every exchange that fits {'crosses nodes' if inside is None else 'stays in a node'}"
+        )
+    inside_us = inside.predicted_us
+    across_us = across.us_per_1k_tokens * inside.tokens / 1e3
+    saved_bytes = (inside.needed_bytes or 0.0) - (across.needed_bytes or 0.0)
+    if across_us < inside_us:
+        advice = "crossing costs less"
+    elif across.pp < inside.pp:
+        advice = f"cross only if {across.pp} instead of {inside.pp} stages pay for it"
+    elif saved_bytes > 0:
+        advice = f"cross only if {size_text(saved_bytes)} less on a rank pay for it"
+    else:
+        advice = "stay in a node"
+    return (
+        f"{inside.name} in a node costs {time_text(inside_us, across_us)} per layer and "
+        f"micro-batch, {across.name} over {counted(across.num_nodes, 'node')} "
+        f"{time_text(across_us, inside_us)} for as many tokens: {advice}"
+    )
+
+
+def layouts_of(
+    model: Model, cluster: Cluster, world_size: int, cp: int, pp: int
+) -> Iterator[ParallelLayout]:
+    """Every (TP, EP, ETP) that divides model and ranks; TP and ETP stay inside a node."""
+    in_node = divisors(cluster.ranks_per_node)
+    for tp, etp, ep in product(in_node, in_node, divisors(model.num_experts)):
+        if world_size % (tp * cp * pp) == 0 and world_size % (etp * ep * pp) == 0:
+            layout = ParallelLayout(world_size=world_size, tp=tp, ep=ep, etp=etp, cp=cp, pp=pp)
+            if layout.incompatibility(model) is None:
+                yield layout
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def routed_shapes(
+    model: Model, cluster: Cluster, layout: ParallelLayout, tokens: int | None, routing: str
+) -> list[Shape]:
+    """The exchanges of a layout, one for each way in which they lie on the nodes.
+
+    Args:
+        model, cluster, layout: of the training.
+        tokens: of a rank; None for the model's batch.
+        routing: see `routing_of`.
+
+    Raises:
+        ValueError: the routing does not fit an exchange.
+    """
+    places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
+    routings = [routing_of(routing, model, place.num_nodes) for place in places]
+    return shapes_of(model, layout, cluster.ranks_per_node, tokens, routings)
+
+
+def routing_of(name: str, model: Model, num_nodes: int) -> Routing:
+    """The routing of a name, see `planner.routing.drawn`, over so many nodes.
+
+    Raises:
+        ValueError: the nodes cannot share the experts evenly.
+    """
+    if name == "uniform":
+        return uniform_routing(model)
+    experts, topk = model.num_experts, model.moe_router_topk
+    if name == "skewed":
+        return _skewed(experts, topk)
+    rule = f"divide the {experts} experts evenly, for --routing {name}"
+    require(experts % num_nodes == 0, "nodes of an exchange", num_nodes, rule)
+    return expected_routing(name, experts, topk, num_nodes)
+
+
+# A ranking asks for every layout.
+_skewed = cache(skewed_routing)
