@@ -66,7 +66,7 @@ def _name(case: ReplayCase, fused: bool, pass_name: str) -> str:
     return f"{case.case.chain} x{case.case.num_chunks}, {kernels}, {pass_name}"
 
 
-def launch_section(device: torch.device, times: PassTimes) -> str:
+def host_line(device: torch.device, times: PassTimes) -> str:
     """The line `host` of a cluster file, of this host and its GPU.
 
     Args:
