@@ -5,7 +5,7 @@
     gpu_check.py bits                  each Triton kernel against PyTorch's operations
     gpu_check.py record FILE           the messages of one of 16 CPU ranks
     gpu_check.py replay FILE           that rank on the GPU, with stand-ins for its collectives
-    gpu_check.py host FILE             host time of each pass, and a cluster file's `launch` section
+    gpu_check.py host FILE             host time of each pass, and a cluster file's line `host`
     gpu_check.py times                 the kernels' times, beside a copy's
     torchrun ... gpu_check.py gloo     all chains against stock over Gloo, through the host
     torchrun ... gpu_check.py bench    all chains against stock over NCCL, by `monta bench`
@@ -128,9 +128,8 @@ def host(short: bool, path: Path) -> int:
     print(f"{'chain, kernels, pass':56} host us  device us")
     for name, (host_us, device_us) in measured.items():
         print(f"{name:56} {host_us:7.1f} {device_us:10.1f}")
-    section = device_times.launch_section(device, measured)
-    print(section)
-    return _proven("host times are above, with the launch section of a cluster file")
+    print(device_times.host_line(device, measured))
+    return _proven("host times are above, with the line `host` of a cluster file")
 
 
 def _replay(case, recorded, device: torch.device, fused: bool, seed: int) -> list[str]:

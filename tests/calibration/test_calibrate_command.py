@@ -1,76 +1,138 @@
-"""`monta calibrate` as a command: its file, its JSON, what stops it, and how it goes on."""
+"""`monta calibrate` as a command: its file, its JSON, its table, and what ends it."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from monta_megatron.tools.calibrate.record import alone
 
+from monta_megatron.calibration.command import Calibration, nccl_rows
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.curves import Curve
 
 # Seconds; a launch takes 20 where nothing else runs.
 LIMIT_S = 240
 ENVIRON = {**os.environ, "MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"}
+MEMORY_ROWS = {"copy memory 1", "sum memory 1"}
+LINK_ROWS = {
+    *("alltoall network 2", "alltoall network 4", "allgather network 4"),
+    *("alltoall node_link 2", "allgather node_link 2"),
+}
 
 
-def command_of(out: Path) -> list[str]:
-    """4 ranks that stand for 2 nodes, as few repeats as there may be."""
+def command_of(out: Path, budget_s: float) -> list[str]:
+    """4 ranks that stand for 2 nodes."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", "4"),
         *("-m", "monta_megatron.cli", "calibrate", "--ranks-per-node", "2", "--nics-per-node", "1"),
-        *("--budget-seconds", "1", "--out", str(out), "--json"),
+        *("--budget-seconds", str(budget_s), "--out", str(out), "--json"),
     ]
 
 
-def test_killed_calibration_goes_on_and_writes_the_file(tmp_path: Path) -> None:
+def test_a_calibration_writes_the_file_that_a_plan_reads(tmp_path: Path) -> None:
+    """In less time than it takes to import torch: the fewest sizes, each once."""
     out = tmp_path / "cluster.yaml"
-    partial = tmp_path / "cluster.yaml.partial"
-
-    # Step 1: kill it after some samples, hence after the first runs of all points.
-    with subprocess.Popen(
-        command_of(out), env=ENVIRON, stdout=subprocess.DEVNULL, start_new_session=True
-    ) as process:
-        end_s = time.monotonic() + LIMIT_S
-        while not partial.exists() or partial.read_text().count('"task"') < 10:
-            assert process.poll() is None and time.monotonic() < end_s, "no point was kept"
-            time.sleep(0.05)
-        process.terminate()
-    kept = partial.read_text().count('"task"')
-    assert not out.exists()
-
-    # Step 2: not while another one writes the record.
-    with alone(partial):
-        refused = subprocess.run(
-            command_of(out), env=ENVIRON, capture_output=True, text=True, timeout=LIMIT_S
-        )
-    assert refused.returncode != 0 and refused.stdout == ""
-    assert f"monta calibrate: {partial}: is being written by another calibration" in refused.stderr
-
-    # Step 3: the same command again.
     done = subprocess.run(
-        command_of(out), env=ENVIRON, capture_output=True, text=True, timeout=LIMIT_S
+        command_of(out, 1), env=ENVIRON, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    cluster = load_cluster(out)
+    cluster, document = load_cluster(out), json.loads(done.stdout)
     assert document["cluster"] == strict_yaml.plain(cluster)
+    assert (document["runs"], document["ctas"]) == (1, {})
     assert (cluster.num_nodes, cluster.ranks_per_node, cluster.nics_per_node) == (2, 2, 1)
-    assert cluster.copies_block_host
-    # The last line may have been cut short.
-    assert document["kept_samples"] >= kept - 1
-    assert not partial.exists()
-    assert "2 ranks and 1 network interface on each of 2 nodes" in done.stderr
-    assert "alltoall of 4 ranks" in done.stderr and "alltoall_perf" not in done.stderr
-    # A second is too little time, which is said and stays in the file.
-    assert "doubt: calibrated in 1 round, medians need 5" in done.stderr
-    assert cluster.doubts and document["cluster"]["doubts"] == list(cluster.doubts)
+    assert cluster.policy == "host"
+    rows = {str(curve).rsplit(" ", len(curve.sizes_bytes))[0] for curve in cluster.curves}
+    assert rows == MEMORY_ROWS | LINK_ROWS
+    assert {entry.pair for entry in cluster.contention} == {
+        ("inter", "intra"),
+        ("inter", "memory"),
+        ("intra", "memory"),
+    }
+    assert len(out.read_text().splitlines()) <= 40
+    assert "size (B) time (us) algbw (GB/s) busbw (GB/s)" in done.stderr
+    assert "monta calibrate: more runs, by seconds" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_a_rank_that_dies_ends_all_and_leaves_no_file(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "stderr").open("w") as stderr,
+        subprocess.Popen(
+            command_of(tmp_path / "cluster.yaml", 1000),
+            env={**ENVIRON, "TEST_MARK": str(tmp_path)},
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        ) as process,
+    ):
+        deadline = time.monotonic() + LIMIT_S
+        while "more runs" not in (tmp_path / "stderr").read_text():
+            assert process.poll() is None and time.monotonic() < deadline, "it did not get there"
+            time.sleep(0.05)
+        os.kill(rank_of(str(tmp_path), 3), signal.SIGKILL)
+        assert process.wait(timeout=LIMIT_S) != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["stderr"]
+
+
+def rank_of(mark: str, rank: int) -> int:
+    """The process of a rank."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if {f"TEST_MARK={mark}".encode(), f"RANK={rank}".encode()} <= set(variables):
+            return int(path.parent.name)
+    raise AssertionError(f"no rank {rank}")
+
+
+def curve_of(operation: str, resource: str, ranks: int) -> Curve:
+    return Curve(
+        operation=operation,  # type: ignore[arg-type]
+        resource=resource,  # type: ignore[arg-type]
+        group_size=ranks,
+        sizes_bytes=(4_000_000, 16_000_000),
+        times_us=(1000.0, 3200.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("curve", "rows"),
+    [
+        # A rank of 2 x 4 sends half of its 8 parts over the network: 4 MB of 8, in 1 ms.
+        (
+            curve_of("alltoall", "inter", 8),
+            [(8_000_000, "1000.0", "8.00", "7.00"), (32_000_000, "3200.0", "10.00", "8.75")],
+        ),
+        # Of 5 ranks of a node it sends 4 parts of 5.
+        (
+            curve_of("allgather", "intra", 5),
+            [(5_000_000, "1000.0", "5.00", "4.00"), (20_000_000, "3200.0", "6.25", "5.00")],
+        ),
+        # In memory nothing is shared.
+        (
+            curve_of("copy", "memory", 1),
+            [(4_000_000, "1000.0", "4.00", None), (16_000_000, "3200.0", "5.00", None)],
+        ),
+    ],
+)
+def test_sizes_and_rates_as_nccl_tests_counts_them(curve: Curve, rows: list[object]) -> None:
+    assert nccl_rows(curve, num_nodes=2) == rows
+
+
+def test_communicators_are_printed_with_their_ctas() -> None:
+    cluster = load_cluster("h100_8x_ndr")
+    report = Calibration(cluster=cluster, runs=5, ctas={"8 ranks, network": "default to 16"})
+    assert report.text().splitlines()[-2:] == [
+        "communicator of 8 ranks, network: CTAs default to 16",
+        "medians of 5 runs or more",
+    ]
 
 
 def test_outside_of_a_launch_it_says_how_to_start_it(

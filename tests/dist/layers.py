@@ -515,27 +515,6 @@ def compare_batch_invariant(case: Case, num_chunks: int) -> None:
                 assert_close(mine, theirs, case.exact_sums, "gradient")
 
 
-def calibrate_in_batch_invariant_mode() -> None:
-    """What a calibration times runs in the mode, too."""
-    from monta_megatron.tools.calibrate.permutation import PERMUTATION
-
-    from monta_megatron.calibration.tasks import Point
-
-    point = Point(
-        operation="unpermute",
-        resource="memory",
-        group_size=1,
-        ranks_on_node=1,
-        num_rows=10,
-        num_bytes=0,
-    )
-    usual = PERMUTATION["unpermute"](point, torch.device("cpu"))()
-    with batch_invariant_mode():
-        ordered = PERMUTATION["unpermute"](point, torch.device("cpu"))()
-    assert isinstance(usual, torch.Tensor) and isinstance(ordered, torch.Tensor)
-    assert_close(ordered, usual, False, "unpermute")
-
-
 def replay_cuda_graph_attributes(case: Case, num_chunks: int) -> None:
     """Megatron replays a captured preprocess by setting the listed attributes: do that.
 

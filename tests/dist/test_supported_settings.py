@@ -9,7 +9,6 @@ import pytest
 from layers import (
     Case,
     build_from_spec,
-    calibrate_in_batch_invariant_mode,
     case_of_chain,
     compare,
     compare_batch_invariant,
@@ -118,11 +117,6 @@ def test_batch_invariant_sums_with_expert_tensor_parallelism(pools: Pools) -> No
     needs_batch_invariant_sums(pools)
     case = dataclasses.replace(with_chain("alltoall_allgather"), tp=2, ep=2, etp=2, topk=6)
     pools[4].run(compare_batch_invariant, case, 3)
-
-
-def test_a_calibration_in_batch_invariant_mode(pools: Pools) -> None:
-    needs_batch_invariant_sums(pools)
-    pools[4].run(calibrate_in_batch_invariant_mode)
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)

@@ -67,8 +67,8 @@ def _name(case: ReplayCase, fused: bool, pass_name: str) -> str:
     return f"{case.case.chain} x{case.case.num_chunks}, {kernels}, {pass_name}"
 
 
-def launch_section(device: torch.device, times: PassTimes) -> str:
-    """The `launch` section of a cluster file, of this host and its GPU.
+def host_line(device: torch.device, times: PassTimes) -> str:
+    """The line `host` of a cluster file, of this host and its GPU.
 
     Args:
         device: the GPU.
@@ -77,7 +77,6 @@ def launch_section(device: torch.device, times: PassTimes) -> str:
     from fake_world import fake_world
     from host_figures import CHAIN, CHUNKS, EP, OPERATIONS, PASS, host_figures
     from launch_counts import count_launches
-    from monta_megatron.tools.calibrate.machine import counts_to_host_us
 
     with fake_world():
         figures = host_figures()
@@ -102,15 +101,25 @@ def launch_section(device: torch.device, times: PassTimes) -> str:
         "collective_us": float(figures["collective_us"]) + NCCL_LAUNCH_US,
         "collective_peer_us": float(figures["collective_peer_us"]),
         "operation_us": operations_us / (num_launches + num_allocations),
-        "counts_to_host_us": counts_to_host_us(device),
+        "counts_to_host_us": _counts_to_host_us(device),
         "counts_us": float(figures["counts_us"]),
         "pass_us": max(of_pass[1] - OPERATIONS * stage_us, 0.0),
         "stage_us": stage_us,
     }
     gpu = torch.cuda.get_device_name(device)
     source = f"scripts/gpu_check.sh, {gpu}, {figures['processor']}, torch {torch.__version__}"
-    lines = [f"  {name}: {us:.1f}" for name, us in values.items()]
-    return "\n".join(["launch:", *lines, "  kind: measured", f"  source: {source}", ""])
+    costs = ", ".join(f"{name}: {us:.1f}" for name, us in values.items())
+    return f"host: {{{costs}, source: '{source}'}}\n"
+
+
+def _counts_to_host_us(device: torch.device) -> float:
+    """The time of a copy of some integers to the host, with the wait for it."""
+    counts = torch.zeros(1024, dtype=torch.int64, device=device)
+    counts.cpu()
+    begin_s = time.perf_counter()
+    for _ in range(CALLS):
+        counts.cpu()
+    return (time.perf_counter() - begin_s) * 1e6 / CALLS
 
 
 def _parts_us(device: torch.device) -> tuple[float, float, float]:

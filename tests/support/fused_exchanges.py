@@ -14,7 +14,7 @@ from fake_kernels import recorded_launches
 from stream_recorder import RecordedWork, Recorder
 from test_stream_safety import LAYOUTS, Routing, make_exchange
 
-from monta_megatron.calibration.tasks import Point
+from monta_megatron.calibration.tasks import NUM_COPIES, Point
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange import count_messages
@@ -77,29 +77,17 @@ def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int)
 
 
 def calibrate() -> None:
-    """What a calibration times in memory: the launches of each operation, and sums."""
-    from monta_megatron.calibration import fused_operations
+    """What a calibration times in memory is one launch each, and rows arrive."""
+    from monta_megatron.calibration.operations import starter_of
 
-    cpu, launched, sums = torch.device("cpu"), {}, Columns(torch.empty(0))
-    for name, prepare in fused_operations.IN_MEMORY.items():
-        point = Point(
-            operation=name,
-            resource="memory",
-            group_size=1,
-            ranks_on_node=1,
-            num_rows=11,
-            num_bytes=0,
-        )
-        start, launches = prepare(point, cpu), []
+    starter = starter_of({}, torch.device("cpu"), fused=True)
+    for name, value in (("copy", 1), ("sum", NUM_COPIES)):
+        point = Point(operation=name, resource="memory", group_size=1, num_rows=11, row_bytes=4096)
+        start, launches = starter(point), []
         with recorded_launches(lambda *launch, to=launches: to.append(launch), nullcontext):
-            start()
-        launched[name] = len(launches)
-        for _, _, written in launches[-1:]:
-            sums = Columns(*written) if name == "sum" else sums
-    expected = {"copy": 1, "put": 1, "sum": 1, "lists": 1, "find": 2, "find_lists": 2}
-    assert launched == expected, launched
-    # Two copies of a row of ones.
-    assert torch.all(sums.rows == 2), "sums"
+            results = start()()
+        assert len(launches) == 1, f"{name}: {launches}"
+        assert torch.all(results[-1] == value), f"{name}: {results[-1]}"
 
 
 def _compare_counts(chain_name: str, layout_name: str, routing_map: torch.Tensor) -> None:

@@ -5,7 +5,6 @@ starts ranks takes seconds to start, and is tried in one of the two ways.
 `monta emulate` and `monta launch` have such tests beside their own.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -103,14 +102,12 @@ def test_plan(tmp_path: Path, send: Send) -> None:
 
 
 def test_calibrate(tmp_path: Path) -> None:
-    partial, stderr = tmp_path / "c.yaml.partial", tmp_path / "stderr"
+    stderr = tmp_path / "stderr"
     words = [*TORCHRUN, "calibrate", "--out", "c.yaml"]
     with started(words, tmp_path, MONTA_CPU_RANKS="1") as (process, mark):
-        wait_for(process, lambda: partial.exists() and partial.stat().st_size > 1000, stderr)
+        wait_for(process, lambda: "more runs" in stderr.read_text(), stderr)
         assert interrupt(process, os.killpg, mark) != 0
-    # What was measured is kept, in whole lines, and nothing else.
-    assert all(json.loads(line) for line in partial.read_text().splitlines())
-    assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr", partial.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
     assert said(stderr, "calibrate") == ["monta calibrate: interrupted"]
 
 

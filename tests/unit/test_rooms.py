@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "monta_megatron"
 
 # A room, which is a package or a file, and those that it may import, all of them below it.
 ARROWS = {
-    "cli": "tools integration emulation planner exchange chains common core",
+    "cli": "tools integration calibration emulation planner exchange chains common core",
     "api": "tools integration exchange planner common core",
     "tools": "integration calibration emulation exchange planner chains common core",
     "integration": "emulation exchange planner chains common core",

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +57,7 @@ class Calibration:
     runs: int
     ctas: dict[str, str]
 
-    def document(self) -> Any:
+    def document(self) -> object:
         """The JSON document."""
         return strict_yaml.plain(self)
 

@@ -8,7 +8,6 @@ ranks of a node. All groups of a kind work at once, as in an exchange: every rai
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import combinations, groupby
 from typing import NamedTuple, TypeAlias
 
@@ -35,10 +34,11 @@ LAST_BYTES: dict[str, dict[Resource, int]] = {
 SIZE_FACTOR = 4
 # A curve has no fewer, whatever they take.
 LEAST_SIZES = 3
+# The most that a pair's collective takes.
+PAIR_US = 60_000.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(NamedTuple):
     """One operation of one size.
 
     Attributes:
@@ -137,21 +137,10 @@ def points_of(layout: Layout, device: str) -> list[Point]:
     for operation, resource, group_size, row_bytes in curves:
         num_bytes = FIRST_BYTES[resource]
         while num_bytes <= LAST_BYTES[device][resource]:
-            points.append(
-                Point(
-                    operation=operation,
-                    resource=resource,
-                    group_size=group_size,
-                    num_rows=max(round(num_bytes / row_bytes), 1),
-                    row_bytes=row_bytes,
-                )
-            )
+            num_rows = max(round(num_bytes / row_bytes), 1)
+            points.append(Point(operation, resource, group_size, num_rows, row_bytes))
             num_bytes *= SIZE_FACTOR
     return points
-
-
-# The most that a pair's collective takes.
-PAIR_US = 60_000.0
 
 
 def choose_pairs(times_us: Mapping[Point, float]) -> list[tuple[Pair, Pair]]:

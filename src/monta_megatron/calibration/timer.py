@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -60,7 +59,7 @@ class Timer:
         """Time each point once, smaller ones first; large ones only within half of the budget.
 
         Returns:
-            Those that were timed, curve by curve in ascending sizes.
+            Those that were timed, in the order given.
         """
         timed: dict[object, list[Point]] = {}
         for point in sorted(points, key=lambda point: point.num_bytes):
@@ -78,7 +77,7 @@ class Timer:
                 self._run(point)
             self._measure(point, expected_us)
             smaller.append(point)
-        return list(chain.from_iterable(timed.values()))
+        return [point for point in points if point in self.samples]
 
     def run_rounds(self, tasks: Sequence[Task | Pair], progress: Progress) -> int:
         """Time tasks round by round until the budget is spent.

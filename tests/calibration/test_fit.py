@@ -1,0 +1,163 @@
+"""What a calibration times, and the costs that follow from planted samples: worked by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from monta_megatron.calibration.fit import (
+    Samples,
+    excess_of,
+    fit_contention,
+    fit_curves,
+    fit_host_costs,
+    slowdowns,
+)
+from monta_megatron.calibration.tasks import (
+    CHUNKED_PASSES,
+    LEAST_SIZES,
+    MESSAGE_ROW_BYTES,
+    PASSES,
+    Point,
+    Sample,
+    choose_pairs,
+    etp_sizes,
+    points_of,
+)
+from monta_megatron.core import Layout
+from monta_megatron.planner.schedule import Task, simulate
+
+# 2 nodes of 4 ranks.
+LAYOUT = Layout(ep=8, etp=1, num_local_experts=1, rank=0, nodes=(0, 0, 0, 0, 1, 1, 1, 1))
+LAUNCH_US = 20.0
+
+
+def planted_us(point: Point) -> float:
+    """100 us and 1e8 bytes per second."""
+    return 100 + point.num_bytes / 1e2
+
+
+def samples_of(points: list[Point]) -> Samples:
+    """Three of each point, of which one is far off.
+
+    In one chunk passes take 1,000 us, in 8 of 4 stages 1,224: 2 us for each of 7 x 4 x 4.
+    """
+    samples = {
+        point: [Sample(planted_us(point) * noise, LAUNCH_US) for noise in (1.0, 1.0, 30.0)]
+        for point in points
+    }
+    return {**samples, PASSES: [Sample(1000.0, 0.0)], CHUNKED_PASSES: [Sample(1224.0, 0.0)]}
+
+
+def test_a_point_counts_the_bytes_that_leave_a_rank() -> None:
+    # By resource and group size, the number of peers reached through it.
+    peers = {("inter", 2): 1, ("inter", 4): 2, ("inter", 8): 4, ("intra", 2): 1, ("intra", 4): 3}
+    points = points_of(LAYOUT, "cpu")
+    collectives = [point for point in points if point.resource != "memory"]
+    assert {(point.resource, point.group_size) for point in collectives} == set(peers)
+    for point in collectives:
+        to_peer_bytes = MESSAGE_ROW_BYTES * point.num_rows
+        assert point.num_bytes == to_peer_bytes * peers[point.resource, point.group_size]
+    # A single node has no network.
+    of_node = points_of(replace(LAYOUT, ep=4, nodes=(0,) * 4), "cuda")
+    assert {point.resource for point in of_node} == {"intra", "memory"}
+    assert [etp_sizes(ranks) for ranks in (1, 8, 12)] == [[1], [1, 2, 4, 8], [1, 2, 4, 12]]
+
+
+def test_curves_are_the_planted_ones() -> None:
+    points = points_of(LAYOUT, "cuda")
+    curves = fit_curves(points, samples_of(points), on_cpu=False)
+    found = {
+        (curve.resource, curve.operation, curve.group_size, size): us
+        for curve in curves
+        for size, us in zip(curve.sizes_bytes, curve.times_us, strict=True)
+    }
+    assert found == {
+        (*point.curve, point.num_bytes): round(planted_us(point), 1) for point in points
+    }
+
+
+def test_host_time_of_cpu_ranks_is_not_counted_twice() -> None:
+    """What a collective takes adds up to what was measured; copies are in their curves."""
+    points = points_of(LAYOUT, "cpu")
+    samples = samples_of(points)
+    host = fit_host_costs(samples, on_cpu=True, source="by hand")
+    for curve in fit_curves(points, samples, on_cpu=True):
+        less_us = host.collective_us if curve.resource != "memory" else 0.0
+        expected = [round(100 + size / 1e2 - less_us, 1) for size in curve.sizes_bytes]
+        assert list(curve.times_us) == pytest.approx(expected)
+    assert (host.collective_us, host.operation_us) == (LAUNCH_US, 0.0)
+    # Of each pass in one chunk 250 us, of which its stages take 4 x 2.
+    assert (host.stage_us, host.pass_us) == (2, 242)
+
+
+def test_host_time_of_a_gpu_s_operations() -> None:
+    """A copy is an allocation and a launch; a collective allocates and calls NCCL."""
+    samples = samples_of(points_of(LAYOUT, "cuda"))
+    host = fit_host_costs(samples, on_cpu=False, source="by hand")
+    assert (host.operation_us, host.collective_us) == (10, 10)
+
+
+@pytest.mark.parametrize("us_per_byte", [1e-5, 1e-3, 1e-1])
+def test_the_second_of_a_pair_ends_long_before_or_after(us_per_byte: float) -> None:
+    """At any rate, rails beside gathers of a node, and both beside copies."""
+    times_us = {point: 20 + point.num_bytes * us_per_byte for point in points_of(LAYOUT, "cpu")}
+    pairs = choose_pairs(times_us)
+    halves = [(pair.first.curve, pair.second.curve) for pair, _ in pairs]
+    rails, node, copy = ("inter", "alltoall", 2), ("intra", "allgather", 4), ("memory", "copy", 1)
+    assert halves == [(rails, node), (rails, copy), (node, copy)]
+    for short, long in pairs:
+        second_us = times_us[short.second]
+        assert long.repeats * second_us > 1.5 * times_us[long.first]
+        assert short.repeats == 1 or short.repeats * second_us < 0.7 * times_us[short.first]
+    # With as few sizes as a calibration may have.
+    curves = [[point for point in times_us if point.curve == key] for key in (rails, node, copy)]
+    fewest = [point for curve in curves for point in curve[:LEAST_SIZES]]
+    assert len(choose_pairs({point: times_us[point] for point in fewest})) == len(pairs)
+
+
+@pytest.mark.parametrize(
+    ("both_us", "excess"),
+    [
+        (3000, 0.0),  # the shorter one hides behind the longer one
+        (4000, 0.5),
+        (5000, 1.0),  # one after the other
+        (2900, 0.0),  # noise
+        (9000, 1.0),  # noise
+    ],
+)
+def test_excess_of_two_together(both_us: float, excess: float) -> None:
+    assert excess_of(2000, 3000, both_us) == excess_of(3000, 2000, both_us) == excess
+
+
+@pytest.mark.parametrize("first", [1.0, 1.1, 1.5, 1.9, 2.0])
+@pytest.mark.parametrize("second", [1.0, 1.1, 1.5, 1.9, 2.0])
+def test_slowdowns_from_the_schedule_they_give(first: float, second: float) -> None:
+    """What the planner's schedule makes of two operations is solved for what it was made with."""
+    if 1 / first + 1 / second < 1:
+        pytest.skip("slower than one after the other")
+    factors = {("inter", "memory"): first, ("memory", "inter"): second}
+
+    def excess(first_us: float, second_us: float) -> float:
+        tasks = [
+            Task(work=at, chunk=0, operation=at, resource=resource, us=us, launch_us=0.0)
+            for at, (resource, us) in enumerate([("inter", first_us), ("memory", second_us)])
+        ]
+        times = simulate(tasks, lambda *pair: factors.get(pair, 2.0))
+        return excess_of(first_us, second_us, max(each.end_us for each in times))
+
+    solved = slowdowns(excess(20.0, 5.0), excess(5.0, 20.0))
+    assert solved == pytest.approx((first, second))
+
+
+def test_contention_takes_the_median_of_the_rounds() -> None:
+    """0.4 and 0.625 are 1.25 and 2; noise gives slowdowns from 1 to 2 too."""
+    pairs = choose_pairs({point: planted_us(point) for point in points_of(LAYOUT, "cpu")})
+    excesses = {}
+    for short, long in pairs:
+        excesses |= {short: [0.4, 0.4, 1.0], long: [0.0, 0.625, 0.625]}
+    found = fit_contention(pairs, excesses)
+    resources = [("inter", "intra"), ("inter", "memory"), ("intra", "memory")]
+    assert [entry.pair for entry in found] == resources
+    assert {(entry.factor, entry.factor_of_second) for entry in found} == {(1.25, 2.0)}
+    noise = [slowdowns(*of) for of in ((0.0, 0.0), (1.0, 1.0), (1.0, 0.0), (0.0, 1.0))]
+    assert noise == [(1.0, 1.0), (2.0, 2.0), (2.0, 1.0), (1.0, 2.0)]
