@@ -255,6 +255,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         batch, rows_NH = self.micro_batch, hidden_states
         if not self.computes:
             rows_NH = combine(batch.exchanges[0], rows_NH)
+        # For the next counts; in `_bind` it would delay the first collective.
+        self._num_received = int(sum(each.bound_chain.num_expert_rows for each in batch.exchanges))
         # Autograd holds the exchanges until the backward passes have run.
         self.micro_batch = MicroBatch(choice=batch.choice)
         # Before 0.18 stock's combine_postprocess does this, which only permuted tokens go through.
@@ -395,7 +397,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             )
             for each in counts_by_exchange
         ]
-        self._num_received = int(sum(each.bound_chain.num_expert_rows for each in batch.exchanges))
 
     def _check(self, choice: Choice) -> None:
         """Run the round trip with known answer, before a choice first carries rows."""
