@@ -34,6 +34,7 @@ from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import planner_for
 from monta_megatron.planner.cluster import KernelChoice
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.price import lower_expected
 
@@ -140,10 +141,11 @@ def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: KernelChoice)
     )
     planned = plan(
         model=model,
-        cluster="h100_8x_ndr",
-        layout={"world_size": 16, "ep": 16, "tp": 1},
+        cluster=load_cluster("h100_8x_ndr").with_kernel_choice(kernels),
+        world_size=16,
+        ep=16,
+        tp=1,
         tokens=tokens,
-        kernels=kernels,
     )
     assert planned.key.kernels == ("fused" if kernels == "auto" else "torch")
     assert (planned.chain, planned.num_chunks) == (choice.chain, choice.num_chunks)

@@ -91,7 +91,9 @@ def test_the_sdist_holds_the_repository(sdist: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_wheel_holds_presets_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    presets = {f"monta_megatron/{n}" for n in tracked() if re.fullmatch(r"configs/.+\.yaml", n)}
+    presets = {
+        f"monta_megatron/{n}" for n in tracked() if re.fullmatch(r"configs/.+\.(yaml|csv)", n)
+    }
     assert len(presets) > 20 and presets == {name for name in names if "/configs/" in name}
     modules = {n[4:] for n in tracked() if re.fullmatch(r"src/.+\.(py|sh)", n)}
     assert modules - set(names) == set()

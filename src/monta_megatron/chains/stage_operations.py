@@ -106,8 +106,9 @@ def reduce_scatter(builder: "ChunkBuilder", at: int) -> None:
     it waits a step later.
     """
     name = f"sum of {builder.stages[at].stage.name}"
-    # Written by the `reduce` of the stage before, if the terms were rounded for the wire.
-    unrounded = builder.operations[-1].unrounded if builder.operations else None
+    # Written by the `reduce` of the stage before, if there is one that rounds terms for the wire.
+    reduces = [each for each in builder.operations[-1:] if each.kind == "reduce"]
+    unrounded = reduces[0].unrounded if reduces else None
     builder.add_collective("alltoall", at, repeats=builder.stages[at].group_size)
     terms = builder.buffers[builder.current]
     reads = [terms.series] if unrounded is None else [terms.series, unrounded]
@@ -179,7 +180,6 @@ class ChunkBuilder:
             all chunks; `slot` is the series of the buffer whose memory is used.
         current: buffer of the rows that the next operation reads; at the end the output.
         output: buffer of the output, once an operation puts rows in place.
-        unrounded: buffer of this rank's term of a sum over ranks, before it is rounded; or None.
     """
 
     def __init__(

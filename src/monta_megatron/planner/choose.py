@@ -1,6 +1,5 @@
 """The planner of a training: picks a choice by predicted times, and proposes candidates."""
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from monta_megatron.planner.select import Selection
 
 STOCK = Choice(chain="alltoall", num_chunks=1)
-MOST_CHUNKS_OF_A_CHAIN = 3
 # Most predicted memory of a candidate: so many times plain alltoall's, or so many bytes more.
 MOST_MEMORY, MORE_BYTES = 1.5, 1e9
 # Numbers of chunks in which a chain's experts are split.
@@ -97,23 +95,20 @@ class Planner:
     def candidates(self, tokens: int, most: int) -> dict[Choice, float]:
         """At most `most` candidates for so many tokens per rank, and their predicted us.
 
-        Plain alltoall comes first, then the best predicted others, at most three numbers of chunks
-        of a chain. With `splits_experts` the last two are the best chain of tokens with its experts
-        split; they have the prediction of the chain without its experts.
+        Plain alltoall comes first, then the best predicted others. With `splits_experts` the last
+        two are the best chain of tokens with its experts split; they have the prediction of the
+        chain without its experts.
         """
         selection = self.selection(tokens)
         stock = self._stock(selection)
         found, split = {STOCK: stock.total_us}, dict[Choice, float]()
-        of_chain: Counter[str] = Counter()
         for price in self._allowed(selection):
             if price.choice == STOCK:
                 continue
             if self.splits_experts and price.chain.rows == "tokens" and not split:
                 choices = (self._choice_of(price.chain.name, number) for number in SPLITS)
                 split = {each: price.total_us for each in choices if each.splits_experts}
-            of_chain[price.chain.name] += 1
-            if of_chain[price.chain.name] <= MOST_CHUNKS_OF_A_CHAIN:
-                found[price.choice] = price.total_us
+            found[price.choice] = price.total_us
         rest = islice(found.items(), max(most - len(split), 1))
         return dict(islice((dict(rest) | split).items(), most))
 

@@ -72,8 +72,9 @@ def test_a_half_octave_of_tokens_is_priced_once(make: Make) -> None:
     assert planner.selection(3100) is planner.selection(4096) is not planner.selection(4097)
 
 
-def test_stock_comes_first_then_the_best_of_each_chain_in_three_numbers(make: Make) -> None:
-    found = [(STOCK, 100), (h(2), 50), (h(4), 55), (h(1), 60), (d(2), 80), (d(4), 85), (d(1), 90)]
+def test_stock_comes_first_then_the_best_predicted(make: Make) -> None:
+    found = [(STOCK, 100), (h(2), 50), (h(4), 55), (h(1), 60), (h(8), 70), (d(2), 80), (d(4), 85)]
+    found += [(d(1), 90), (d(8), 95)]
     for most in (1, 2, 4, 7, 8, 100):
         assert list(make().candidates(4096, most).items()) == found[:most]
 

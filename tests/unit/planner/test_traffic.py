@@ -131,7 +131,7 @@ def test_a_sum_over_ranks_by_hand() -> None:
     # so each of its 8 ETP ranks has 2 x 1,024 pairs to sum. It reads 8 copies and writes one sum.
     shape = shape_of(2, 8, num_experts=8, topk=2, tokens=1024)
     found = bytes_of_copies(shape, "alltoall_allgather", 2, COMBINE)
-    assert found["sum of allgather", "reduce_parts"] == pytest.approx((8 + 1) * 2048 * 8192)
+    assert found["sum of allgather", "reduce_ranks"] == pytest.approx((8 + 1) * 2048 * 8192)
 
 
 def test_copies_that_the_executor_does_not_make_are_free() -> None:
