@@ -58,7 +58,7 @@ def planner_for(
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
         return Planner(chains=(chain,), num_chunks=(num_chunks,), splits_experts=splits_experts)
-    from monta_megatron.planner.select import NUM_CHUNKS
+    from monta_megatron.planner.plan import NUM_CHUNKS
 
     cluster = options.cluster
     if cluster is None:
