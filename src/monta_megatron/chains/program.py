@@ -44,19 +44,7 @@ Kind: TypeAlias = Literal[
     "put",
 ]
 # Operations that a calibration times and a curve prices.
-PricedOperation: TypeAlias = Literal[
-    "alltoall",
-    "allgather",
-    "copy",
-    "put",
-    "sum",
-    "find",
-    "find_lists",
-    "count",
-    "lists",
-    "permute",
-    "unpermute",
-]
+PricedOperation: TypeAlias = Literal["alltoall", "allgather", "copy", "sum"]
 COLLECTIVES: tuple[Literal["alltoall", "allgather"], ...] = ("alltoall", "allgather")
 
 

@@ -105,10 +105,9 @@ class Planner:
             choice = self._choice(price.chain.name, max(SPLITS))
             reason = f"without its experts, as {price.choice.name}, the fastest chain of tokens"
         assert self.cluster is not None, "one choice is given"
-        doubtful = ", whose calibration is doubtful," if self.cluster.doubts else ""
         return choice, (
-            f"planned on {self.cluster.name}{doubtful} for up to "
-            f"{counted(tokens, 'token')} per rank: {price.total_us:,.0f} us, "
+            f"planned on {self.cluster.name} for up to {counted(tokens, 'token')} per rank: "
+            f"{price.total_us:,.0f} us, "
             f"{reason}; holds up to {gb_text(price.peak_bytes)}"
         )
 

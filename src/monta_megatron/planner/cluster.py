@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from monta_megatron.chains.program import COLLECTIVES, Policy, PricedOperation, Resource
+from monta_megatron.chains.program import Policy, PricedOperation, Resource
 from monta_megatron.common.nodes import consecutive_nodes, mixed_node, number_nodes
 from monta_megatron.common.rules import (
     NonNegativeFloat,
@@ -27,19 +27,7 @@ from monta_megatron.planner.curves import (
 # 800 Gb/s, of the newest interfaces.
 FASTEST_NIC = Rate(100.0)
 # If a cluster has no curve for an operation, this similar operation stands in for it.
-STANDS_IN: dict[PricedOperation, PricedOperation] = {
-    "allgather": "alltoall",
-    "sum": "copy",
-    "find": "copy",
-    "find_lists": "find",
-    "count": "copy",
-    "lists": "copy",
-    "put": "copy",
-    "permute": "copy",
-    "unpermute": "sum",
-}
-# Operations on the routing map and on expert ids, made of many short steps.
-FINDS: tuple[PricedOperation, ...] = ("find", "find_lists", "count", "lists")
+STANDS_IN: dict[PricedOperation, PricedOperation] = {"allgather": "alltoall", "sum": "copy"}
 
 # PyTorch's operations or Triton kernels; "auto" takes Triton kernels on GPUs.
 Kernels: TypeAlias = Literal["torch", "fused"]
@@ -114,10 +102,6 @@ class HostCosts:
         counts_us: to count what goes where and bind a chain to it, once per dispatch.
         pass_us: what a pass takes besides its stages: autograd and the executor.
         stage_us: what the executor takes for each stage of each chunk.
-        first_collective_us: how much longer the first chunk of a collective's stage takes than
-            later ones, whose code is in the host's caches by then.
-        first_copy_us: the same for an operation in memory.
-        first_find_us: the same for what counts, lists and finds.
         speed: how many times as fast as the processor of these figures the cluster's is: all of
             them are divided by it.
         range: the least and the most that the speed may be; None where it was measured.
@@ -131,9 +115,6 @@ class HostCosts:
     counts_us: NonNegativeFloat = 427.0
     pass_us: NonNegativeFloat = 55.0
     stage_us: NonNegativeFloat = 11.7
-    first_collective_us: NonNegativeFloat = 0.0
-    first_copy_us: NonNegativeFloat = 0.0
-    first_find_us: NonNegativeFloat = 0.0
     speed: PositiveFloat = 1.0
     range: tuple[PositiveFloat, PositiveFloat] | None = None
     source: Text
@@ -152,27 +133,6 @@ class HostCosts:
             if entry.name.endswith("_us")
         }
         return replace(self, speed=1.0, range=None, **scaled)
-
-    def start_us(
-        self, operation: PricedOperation, num_host_operations: float, num_peers: int = 0
-    ) -> float:
-        """Host time to start one operation.
-
-        Args:
-            operation: what is started.
-            num_host_operations: operations on tensors that it consists of.
-            num_peers: other ranks of a collective's group.
-        """
-        start_us = self.operation_us * num_host_operations
-        if operation in COLLECTIVES:
-            start_us += self.collective_us + self.collective_peer_us * num_peers
-        return start_us
-
-    def first_us(self, operation: PricedOperation) -> float:
-        """Excess time of the first chunk of a stage over later ones."""
-        if operation in COLLECTIVES:
-            return self.first_collective_us
-        return self.first_find_us if operation in FINDS else self.first_copy_us
 
 
 class NodeSizes(NamedTuple):
@@ -234,11 +194,14 @@ class Contention:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceRate:
-    """The rate of large messages through a resource, and of what it is the rate."""
+    """The rate of large messages through a resource: of one NIC, of a rank's link or memory."""
 
     resource: Resource
     rate: Rate
-    basis: str
+    basis: Literal["measured", "published"]
+
+    def __str__(self) -> str:
+        return f"{RESOURCE_NAMES[self.resource]} {self.rate.in_both_units}, {self.basis}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +226,6 @@ class Cluster:
         contention: of pairs that were measured; see `factor` for the others.
         calibrated_node: for which the curves of the network hold; bytes of other nodes are
             converted to those that load a network interface as much. None for this cluster's nodes.
-        doubts: what the calibration found wanting in itself; every plan notes it.
     """
 
     name: Text
@@ -281,7 +243,6 @@ class Cluster:
     curves: tuple[Curve, ...] = ()
     contention: tuple[Contention, ...] = ()
     calibrated_node: tuple[PositiveInt, PositiveInt] | None = None
-    doubts: tuple[Text, ...] = ()
 
     def __post_init__(self) -> None:
         keys = [(curve.operation, curve.resource, curve.group_size) for curve in self.curves]
@@ -472,34 +433,24 @@ class Cluster:
 
     @property
     def rates(self) -> tuple[ResourceRate, ...]:
-        """The rate of large messages through every resource, and of what it is the rate."""
-        found = []
-        for resource in self.resources:
-            curve, basis = self._largest_curve(resource), "per rank"
-            if resource == "inter":
-                basis = f"per NIC, {self.nics_per_node} for {self.ranks_per_node} ranks"
-            if curve is not None:
-                of_ranks = f" of {curve.group_size} ranks" if curve.group_size > 1 else ""
-                size_bytes = curve.sizes_bytes[-1]
-                basis = f"per rank in {curve.operation}{of_ranks} at {size_bytes:,} bytes"
-            basis += ", published" if resource in self.links else ", measured"
-            rate = self.rate_of(resource)
-            found.append(ResourceRate(resource=resource, rate=rate, basis=basis))
-        return tuple(found)
+        """The rate of large messages through every resource."""
+        return tuple(
+            ResourceRate(
+                resource=resource,
+                rate=self.rate_of(resource),
+                basis="published" if resource in self.links else "measured",
+            )
+            for resource in self.resources
+        )
 
     def rate_of(self, resource: Resource) -> Rate:
         """The rate of large messages: that of the curve of the most ranks, or of the line."""
-        curve = self._largest_curve(resource)
-        if curve is not None:
-            return curve.rate
+        curves = self._curves.get(("copy" if resource == "memory" else "alltoall", resource))
+        if curves is not None:
+            return curves[max(curves)].rate
         rate = self.links[resource].rate
         assert rate is not None, "a link without curves has a rate"
         return rate
-
-    def _largest_curve(self, resource: Resource) -> Curve | None:
-        operation: PricedOperation = "copy" if resource == "memory" else "alltoall"
-        curves = self._curves.get((operation, resource))
-        return None if curves is None else curves[max(curves)]
 
     @property
     def _share_of_network(self) -> Rate:
@@ -534,8 +485,7 @@ class Cluster:
             ranks_on_node: ranks of the group on each node.
         """
         node = NodeSizes(self.ranks_per_node, self.nics_per_node)
-        named: PricedOperation | None = operation
-        while named is not None:
+        for named in (operation, STANDS_IN.get(operation, operation)):
             curves = self._curves.get((named, resource))
             if curves:
                 if self.calibrated_node is not None and resource == "inter":
@@ -545,7 +495,6 @@ class Cluster:
                     num_bytes /= calibrated.load(operation, calibrated.ranks)
                 size = min(curves, key=lambda size: (abs(math.log(size / group_size)), -size))
                 return curves[size].time_us(num_bytes)
-            named = STANDS_IN.get(named)
         link = self.links[resource]
         assert link.rate is not None, "a link without curves has a rate"
         if resource == "inter":

@@ -66,7 +66,7 @@ def dump_cluster(cluster: Cluster) -> str:
         value = data[entry.name]
         if getattr(cluster, entry.name) == entry.default:
             continue
-        if entry.name in ("curves", "doubts"):
+        if entry.name == "curves":
             lines += [f"{entry.name}:", *(f"- {_in_line(row)}" for row in value)]
         else:
             if isinstance(value, dict):

@@ -204,7 +204,6 @@ def plan_of(selection: Selection) -> Plan:
                 for name, reason in selection.incompatible.items()
             ),
         ),
-        notes=cluster.doubts,
         rates=cluster.rates,
     )
 

@@ -12,15 +12,15 @@ nothing else is queued. Experts and other layers, behind which it could hide mor
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, cast
+from typing import Literal
 
 from monta_megatron.chains.chain import BoundChain, Chain, blocks_for
 from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
+    COLLECTIVES,
     PASSES,
     BoundProgram,
-    Kind,
     Operation,
     Pass,
     Phase,
@@ -31,13 +31,13 @@ from monta_megatron.chains.program import (
     RowFormat,
 )
 from monta_megatron.core import Choice, Layout, Shape
-from monta_megatron.planner.cluster import FINDS, Cluster
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCE_NAMES
 from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.schedule import Task, Times, simulate
 from monta_megatron.planner.traffic import (
     COUNT_EXCHANGE,
-    Around,
+    FINDS,
     PassTraffic,
     StageTraffic,
     num_host_operations,
@@ -254,9 +254,6 @@ def peak_bytes(bound: BoundProgram) -> float:
 def _works_of_pass(program: Program, traffic: PassTraffic, cluster: Cluster) -> list[Work]:
     """Everything that one pass does: around the stages, before the program, in it, after it."""
     pass_, host = program.pass_, cluster.host.at_speed
-    kinds = [cast("Kind | Around", stage.operation) for stage in traffic.stages]
-    first = len(traffic.before)
-    kinds[first : first + len(program.series)] = [series[0].kind for series in program.series]
     num_chunks = len(program.series[0]) if program.series else 1
     host_us = host.pass_us + (host.counts_us if pass_.ids else 0.0)
     works = [
@@ -268,28 +265,28 @@ def _works_of_pass(program: Program, traffic: PassTraffic, cluster: Cluster) -> 
             launch_us=host_us,
         )
     ]
-    for number, (stage, kind) in enumerate(zip(traffic.stages, kinds, strict=True)):
-        in_program = 0 <= number - first < len(program.series)
+    for stage in traffic.stages:
+        in_program = stage in traffic.pipeline
         operations = num_host_operations(
-            kind, pass_, program.row, program.policy, num_chunks if in_program else 1
+            stage.kind, pass_, program.row, program.policy, num_chunks if in_program else 1
         )
-        num_peers = max((moved.group_size for moved in stage.moved.values()), default=1) - 1
-        launch_us = host.start_us(stage.operation, operations, num_peers)
+        launch_us = host.operation_us * operations
+        if stage.operation in COLLECTIVES:
+            num_peers = max((moved.group_size for moved in stage.moved.values()), default=1) - 1
+            launch_us += host.collective_us + host.collective_peer_us * num_peers
         launch_us *= len(stage.message_bytes)
         if stage.stage == COUNT_EXCHANGE:
             launch_us += host.counts_to_host_us
-        if in_program and stage.operation not in FINDS:
+        if in_program and stage.kind not in FINDS:
             # Finding copies and making them is one stage to the host.
             launch_us += host.stage_us
         times = [_times_us(stage, resource, cluster) for resource in stage.moved]
-        times_us = list(map(max, zip(*times, strict=True)))
-        times_us[0] += host.first_us(stage.operation)
         works.append(
             Work(
                 pass_name=pass_.name,
                 stage=stage.stage,
                 resource=stage.resource,
-                times_us=tuple(times_us),
+                times_us=tuple(map(max, zip(*times, strict=True))),
                 launch_us=launch_us,
                 traffic=stage,
             )

@@ -14,10 +14,9 @@ W = most experts of any token.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from monta_megatron.chains.counts import COUNT_BYTES
 from monta_megatron.chains.program import (
@@ -105,11 +104,6 @@ def num_host_operations(
     )
 
 
-Number = TypeVar("Number", float, RowCounts)
-
-# Of an index in the lists of copies; each copy is in three of them.
-INDEX_BYTES = 8
-
 # As `HOST_OPERATIONS`: one launch for the rows and their lists, and the allocations of its output.
 FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     **HOST_OPERATIONS,
@@ -124,45 +118,19 @@ FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
 }
 
 
-def find_bytes(width: int, rows: Number, copies: Number) -> Number:
-    """To find copies: every list of W ids is read twice; a row begins somewhere in the copies."""
-    return (2 * ID_BYTES * width + INDEX_BYTES) * rows + 3 * INDEX_BYTES * copies
-
-
-def list_bytes(width: int, prob_bytes: int, size_of_map: Number, tokens: Number) -> Number:
-    """To list the W experts of tokens in a routing map of bools, which counting reads alone.
-
-    Args:
-        width: W.
-        prob_bytes: of a probability, which is read and written.
-        size_of_map: tokens times experts.
-        tokens: that are listed.
-    """
-    return size_of_map + (ID_BYTES + 2 * prob_bytes) * width * tokens
-
-
 COUNT_EXCHANGE = "exchange of counts"
-
+FINDS = ("find_lists", "find_copies")
 # About how many times finding copies sorts and scans expert ids, as int64 (exchange/copies.py);
 # twice as many if the copies keep their share of them.
 FIND_VALUE_BYTES = 8
-FIND_PASSES: dict[PricedOperation, int] = {"find": 6, "find_lists": 12}
+FIND_PASSES = {"find_copies": 6, "find_lists": 12}
+# Of an index in the lists of copies that kernels write; each copy is in three of them.
+INDEX_BYTES = 8
 # Work on Megatron's routing map [T, E] before a dispatch, in bytes per token and expert: counting
-# passes over its bools about 6 times, listing expert ids over 4-byte scores as often.
+# passes over its bools about 6 times, listing expert ids over 4-byte scores as often. Kernels read
+# it once each.
 COUNT_MAP_BYTES = 6
 LIST_MAP_BYTES = 6 * 4
-
-
-class Peers(NamedTuple):
-    """Places of a group's ranks, as one of them sees it.
-
-    Attributes:
-        inter: [P] 1 for every rank on another node.
-        intra: [P] 1 for every other rank on this node.
-    """
-
-    inter: NDArray[np.int64]
-    intra: NDArray[np.int64]
 
 
 class Moved(NamedTuple):
@@ -180,13 +148,14 @@ class Moved(NamedTuple):
     ranks_on_node: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StageTraffic:
     """Traffic of one stage: a series of a program, or the work around it.
 
     Attributes:
         stage: name of the stage, or of the work before or after the program.
-        operation: its name.
+        kind: of its operations, by which the host pays.
+        operation: by whose curve it is priced.
         resource: that it occupies.
         moved: resource -> what goes through it. A group on several nodes may use two.
         message_bytes: bytes of a row in each message of a collective; they start one by one.
@@ -194,6 +163,7 @@ class StageTraffic:
     """
 
     stage: str
+    kind: "Kind | Around"
     operation: PricedOperation
     resource: Resource
     moved: Mapping[Resource, Moved]
@@ -253,11 +223,8 @@ def pass_traffic(
 def _moves(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
     """Bytes of a copy: read and written."""
     first = series[0]
-    # Writing to places all over a tensor is slower than reading from them.
-    position = {"put": first.position, "to_experts": first.position + 1}.get(first.kind)
-    is_put = position is not None and programs[0].bound.shapes[position].placement == "index"
     written = _bytes_of(programs, series, first.writes[0])
-    return _in_memory(first.stage, "put" if is_put else "copy", 2 * written)
+    return _in_memory(first.stage, first.kind, 2 * written)
 
 
 def _sums(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
@@ -265,18 +232,20 @@ def _sums(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> Stag
     first = series[0]
     read = _bytes_of(programs, series, first.reads[0])
     written = _bytes_of(programs, series, first.writes[0])
-    return _in_memory(first.stage, "sum", read + written)
+    return _in_memory(first.stage, first.kind, read + written, "sum")
 
 
 def _finds(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
-    """Copies are found from the expert ids alone."""
-    first = series[0]
-    operation: PricedOperation = "find" if first.kind == "find_copies" else "find_lists"
+    """Copies are found from the expert ids alone.
+
+    Kernels read every list of W ids twice; a row begins somewhere in the copies.
+    """
+    first, width = series[0], programs[0].max_experts_per_token
     rows, copies = (_rows_at(programs, series, first.position + after) for after in (0, 1))
-    num_bytes = FIND_PASSES[operation] * FIND_VALUE_BYTES * programs[0].max_experts_per_token * rows
+    num_bytes = FIND_PASSES[first.kind] * FIND_VALUE_BYTES * width * rows
     if programs[0].program.policy == "fused":
-        num_bytes = find_bytes(programs[0].max_experts_per_token, rows, copies)
-    return _in_memory(first.stage, operation, num_bytes)
+        num_bytes = (2 * ID_BYTES * width + INDEX_BYTES) * rows + 3 * INDEX_BYTES * copies
+    return _in_memory(first.stage, first.kind, num_bytes)
 
 
 def _exchanges(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
@@ -284,17 +253,14 @@ def _exchanges(programs: Sequence[BoundProgram], series: Sequence[Operation]) ->
     assert first.group is not None, f"{first.kind}: no collective"
     chunks = [operation.chunk for operation in series]
     message_bytes = programs[0].message_bytes(programs[0].program.buffers[first.writes[0]])
-    peers = [peers_of(program.bound.layout, first.group) for program in programs]
-    sides = zip(*(program.sides(first.position) for program in programs), strict=True)
+    rows = np.array([program.sides(first.position) for program in programs])[:, :, chunks]
+    layouts = [program.bound.layout for program in programs]
     return StageTraffic(
         stage=first.stage,
+        kind=first.kind,
         operation="allgather" if first.kind == "allgather" else "alltoall",
         resource=first.resource,
-        moved=_by_resource(
-            peers,
-            [[sum(message_bytes) * rows[chunks] for rows in side] for side in sides],
-            first.resource,
-        ),
+        moved=_by_resource(layouts, first.group, sum(message_bytes) * rows, first.resource),
         message_bytes=message_bytes,
         messages_overlap=first.host == "starts",
     )
@@ -331,58 +297,52 @@ def _bytes_of(
     return row_bytes * _rows_at(programs, series, buffer.boundary)
 
 
-def _in_memory(stage: str, operation: PricedOperation, num_bytes: RowCounts) -> StageTraffic:
+def _in_memory(
+    stage: str, kind: Kind | Around, num_bytes: RowCounts, operation: PricedOperation = "copy"
+) -> StageTraffic:
     """A stage that reads and writes [S, C] bytes."""
     return StageTraffic(
         stage=stage,
+        kind=kind,
         operation=operation,
         resource="memory",
         moved={"memory": Moved(num_bytes[None])},
     )
 
 
-@lru_cache(maxsize=4096)
-def peers_of(layout: Layout, group: GroupName) -> Peers:
-    """The ranks of the exchange in this rank's group of that name."""
-    ranks, nodes = np.array(layout.members(group, layout.rank)), np.array(layout.nodes)
-    on_node = nodes[ranks] == nodes[layout.rank]
-    return Peers(
-        inter=(~on_node).astype(np.int64), intra=(on_node & (ranks != layout.rank)).astype(np.int64)
-    )
-
-
 def _by_resource(
-    peers: Sequence[Peers], sides: Sequence[Sequence[RowCounts]], resource: Resource
+    layouts: Sequence[Layout], group: GroupName, num_bytes: RowCounts, resource: Resource
 ) -> dict[Resource, Moved]:
     """Bytes to and from each peer, by resource.
 
     Args:
-        peers: [S] the group, as each rank sees it.
-        sides: [2][S] of [C, P] bytes that leave for each peer, and that arrive from it.
+        layouts: [S] the exchange, as each rank sees it.
+        group: of the collective.
+        num_bytes: [S, 2, C, P] that leave for each peer, and that arrive from it.
         resource: that the collective occupies.
     """
+    here, elsewhere = zip(*(peers_of(layout, group) for layout in layouts), strict=True)
 
-    def moved(resource: Resource) -> RowCounts:
-        """[2, S, C]"""
-        return np.array(
-            [
-                [
-                    rows @ getattr(of_rank, resource)
-                    for rows, of_rank in zip(side, peers, strict=True)
-                ]
-                for side in sides
-            ]
-        )
+    def moved(peers: Sequence[RowCounts]) -> RowCounts:
+        """[S, 2, C, P] -> [2, S, C]."""
+        return np.einsum("skcp,sp->ksc", num_bytes, np.array(peers))
 
     # The groups of the exchange may lie on the nodes in different ways.
-    on_node = [1 + int(of_rank.intra.sum()) for of_rank in peers]
+    on_node = [1 + int(peers.sum()) for peers in here]
     by_resource: dict[Resource, Moved] = {}
-    most = max(on_node)
-    if most > 1:
-        by_resource["intra"] = Moved(moved("intra"), group_size=most, ranks_on_node=most)
+    if max(on_node) > 1:
+        by_resource["intra"] = Moved(moved(here), max(on_node), max(on_node))
     if resource == "inter":
-        by_resource["inter"] = Moved(moved("inter"), len(peers[0].inter), min(on_node))
+        by_resource["inter"] = Moved(moved(elsewhere), num_bytes.shape[-1], min(on_node))
     return by_resource
+
+
+@lru_cache(maxsize=4096)
+def peers_of(layout: Layout, group: GroupName) -> tuple[RowCounts, RowCounts]:
+    """[P] 1 for every other rank of this rank's group on its node, and for every rank elsewhere."""
+    ranks, nodes = np.array(layout.members(group, layout.rank)), np.array(layout.nodes)
+    on_node = nodes[ranks] == nodes[layout.rank]
+    return on_node & (ranks != layout.rank), ~on_node
 
 
 def _around(
@@ -403,30 +363,29 @@ def _around(
     size_of_map = layouts[0].num_experts * tokens
     counted, listed = COUNT_MAP_BYTES * size_of_map, LIST_MAP_BYTES * size_of_map
     if programs[0].program.policy == "fused":
-        width, counted = programs[0].max_experts_per_token, size_of_map
-        listed = list_bytes(width, row.prob_bytes, size_of_map, tokens)
+        # Ids are written; probabilities are read and written.
+        id_bytes = (ID_BYTES + 2 * row.prob_bytes) * programs[0].max_experts_per_token
+        counted, listed = size_of_map, size_of_map + id_bytes * tokens
     if pass_.ids:
         before.append(_in_memory("count", "count", counted))
     num_ranks = len(layouts[0].nodes)
     if pass_.ids and num_ranks > 1:
         resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
-        messages = np.full((1, num_ranks), COUNT_BYTES * num_exchanged_counts)
+        messages = np.full((len(layouts), 2, 1, num_ranks), COUNT_BYTES * num_exchanged_counts)
         exchange = StageTraffic(
             stage=COUNT_EXCHANGE,
+            kind="alltoall",
             operation="alltoall",
             resource=resource,
-            moved=_by_resource(
-                [peers_of(layout, "tp_ep") for layout in layouts],
-                [[messages] * len(layouts)] * 2,
-                resource,
-            ),
+            moved=_by_resource(layouts, "tp_ep", messages, resource),
         )
         before.append(exchange)
     if pass_.ids and not permutes:
         before.append(_in_memory("expert ids", "lists", listed))
     hidden_bytes = row.hidden_size * row.value_bytes
     if permutes and pass_.transpose:
-        after.append(_in_memory("unpermute", "unpermute", hidden_bytes * (rows + tokens)))
+        num_bytes = hidden_bytes * (rows + tokens)
+        after.append(_in_memory("unpermute", "unpermute", num_bytes, "sum"))
     elif permutes:
         before.append(_in_memory("permute", "permute", 2 * hidden_bytes * rows))
     return tuple(before), tuple(after)

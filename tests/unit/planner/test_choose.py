@@ -130,8 +130,6 @@ def test_the_pick_says_why(make: Make) -> None:
     choice, why = make(splits_experts=True).pick(4000)
     said = f"{start}without its experts, as {h(2).name}, the fastest chain of tokens{end}"
     assert (choice, why) == (h(4, True), said)
-    doubtful = make(cluster=replace(CLUSTER, doubts=("calibrated in 1 round",)))
-    assert doubtful.pick(64)[1].startswith(f"planned on {CLUSTER.name}, whose calibration is doub")
 
 
 def test_a_given_choice_is_not_priced() -> None:

@@ -70,14 +70,11 @@ def test_the_nearest_group_is_taken() -> None:
 
 
 def test_what_stands_in_for_an_operation_without_a_curve() -> None:
-    copies = cluster(
-        curve(operation="copy", resource="memory", group_size=1),
-        curve(operation="sum", resource="memory", group_size=1, times_us=(50.0, 60.0, 70.0)),
-    )
-    assert copies.time_us("permute", "memory", 10_000) == pytest.approx(40)
-    assert copies.time_us("unpermute", "memory", 10_000) == pytest.approx(60)
+    gathers = cluster(curve(), curve(operation="copy", resource="memory", group_size=1))
+    assert gathers.time_us("sum", "memory", 10_000) == pytest.approx(40)
+    assert gathers.time_us("allgather", "inter", 10_000, 2) == pytest.approx(40)
     # No curve at all: the line, 1 us + 10,000 bytes at 10 GB/s.
-    assert copies.time_us("alltoall", "intra", 10_000, 4) == pytest.approx(2)
+    assert gathers.time_us("alltoall", "intra", 10_000, 4) == pytest.approx(2)
 
 
 def test_ranks_share_the_network_interfaces_of_their_node() -> None:

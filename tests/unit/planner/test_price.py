@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from clusters import INSTANT, cluster_of, layout_of, link, preset, shape_of
 
@@ -173,28 +172,6 @@ def test_the_host_s_time_for_stages_counts_and_peers() -> None:
         "order": 2,
     }
     assert launches_us["combine", AROUND_STAGES] == 10
-
-
-def test_the_first_chunk_of_every_stage_takes_longer() -> None:
-    """Dispatch of `allgather`: 100 us for a collective, 10 for a copy, 1 to find what is copied."""
-    host = replace(H100.host, first_collective_us=100, first_copy_us=10, first_find_us=1, speed=1.0)
-    without, found = (
-        price(shape_of(16), cluster, CHAINS["allgather"], 4, "forward")
-        for cluster in (H100, replace(H100, host=replace(host, range=None)))
-    )
-    more_us: dict[str, np.ndarray] = {}
-    for work, plain in zip(works(found, "dispatch"), works(without, "dispatch"), strict=True):
-        more = np.subtract(work.times_us, plain.times_us)
-        more_us[work.stage] = more_us.get(work.stage, 0.0) + more
-    assert more_us == {
-        AROUND_STAGES: pytest.approx([0]),
-        "count": pytest.approx([1]),
-        "exchange of counts": pytest.approx([100]),
-        "expert ids": pytest.approx([1]),
-        "allgather": pytest.approx([100, 0, 0, 0]),
-        "copy per expert": pytest.approx([11, 0, 0, 0]),
-        "order": pytest.approx([10, 0, 0, 0]),
-    }
 
 
 @pytest.mark.parametrize(("rates", "ranks"), [((1.0, 1e6), 8), ((1e6, 1.0), 7)])

@@ -8,7 +8,7 @@ import pytest
 from clusters import layout_of
 from counted_routing import CountedRouting
 
-from monta_megatron.chains import CHAINS, Counts, TokenCounts
+from monta_megatron.chains import CHAINS
 from monta_megatron.planner.routing.drawn import SampledRouting
 from monta_megatron.planner.routing.expected import UniformRouting
 
@@ -80,23 +80,3 @@ def test_expected_counts_are_the_mean_of_counts(chain: str, rank: int) -> None:
             assert getattr(expected, name).shape == counts.shape, name
             # Three standard deviations of a share of 3,000 tokens are under 85 of them.
             assert np.abs(getattr(expected, name) - counts).max() < 170, name
-
-
-def test_counts_of_a_tiny_trace_by_hand() -> None:
-    # Two ranks, one per node, experts 0 1 | 2 3. Rank 0: tokens {0, 1}, {1, 2}, {3}; rank 1: {0}.
-    first = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]], dtype=bool)
-    second = np.array([[1, 0, 0, 0]], dtype=bool)
-    routing = CountedRouting(name="recorded", routing_maps=(first, second))
-    layout = layout_of(ep=2, etp=1, ranks_per_node=1, num_experts=4)
-    pairs = routing.counts(CHAINS["alltoall"], layout, 0, 1)
-    assert isinstance(pairs, Counts)
-    assert pairs.sent.tolist() == [[1, 2], [1, 1]]
-    assert pairs.received.tolist() == [[[1, 2], [1, 0]]]
-    # Two blocks of rank 0's tokens: two, then one.
-    tokens = routing.counts(CHAINS["hierarchical_alltoall"], layout, 0, 2)
-    assert isinstance(tokens, TokenCounts)
-    assert tokens.tokens.tolist() == [[2, 1], [1, 0]]
-    assert tokens.sent_to_nodes is not None and tokens.for_node is not None
-    assert tokens.sent_to_nodes.tolist() == [[2, 1], [0, 1]]
-    assert tokens.for_node.tolist() == [[2, 0], [1, 0]]
-    assert routing.max_experts_per_token == 2

@@ -234,22 +234,6 @@ def test_between_the_busiest_resource_and_one_after_the_other(copies_block_host:
         assert total_us <= sum(work.alone_us for work in works_of(stages)) * (1 + 1e-9)
 
 
-def test_stages_and_chunks_keep_their_order() -> None:
-    draw = Random(2)
-    for _ in range(300):
-        stages = random_works(draw, launches=True)
-        copies_block_host = draw.random() < 0.5
-        schedule = simulate(stages, random_factor(draw), copies_block_host)
-        for stage, (starts, ends) in enumerate(
-            zip(schedule.starts_us, schedule.ends_us, strict=True)
-        ):
-            for chunk, start in enumerate(starts):
-                shares = copies_block_host and stages[stage].work.resource != "memory"
-                before = starts if shares else ends
-                assert chunk == 0 or start >= before[chunk - 1] - 1e-9
-                assert stage == 0 or start >= schedule.ends_us[stage - 1][chunk] - 1e-9
-
-
 def test_nothing_to_do() -> None:
     assert simulate([], free).total_us == 0.0
     assert lower_bound_us([]) == 0.0
