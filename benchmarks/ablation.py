@@ -39,7 +39,7 @@ from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
-from monta_megatron.exchange.counts import ExchangeCounts
+from monta_megatron.exchange.count_messages import MicroBatchCounts
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import (
     Batch,
@@ -104,7 +104,7 @@ def build(
     ours = [build_dispatcher(settings, cluster, CHAIN, number) for number in numbers]
     serial, bind = ours[-1], ours[-1]._bind
 
-    def bind_in_order(counts: ExchangeCounts) -> None:
+    def bind_in_order(counts: MicroBatchCounts) -> None:
         bind(counts)
         exchanges = serial.micro_batch.exchanges
         exchanges[:] = [replace(each, order=order_with_permutes_apart) for each in exchanges]

@@ -168,15 +168,14 @@ def times(short: bool) -> int:
 
 def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """What is timed, and the bytes that each has to read and write at least."""
-    from monta_megatron.chains.stages import ExpertRange
-    from monta_megatron.exchange.buffers import Columns
+    from monta_megatron.chains.stages import Parts
     from monta_megatron.exchange.copies import Copies
     from monta_megatron.exchange.kernels.count_routing import count_routing
     from monta_megatron.exchange.kernels.duplicate import duplicate
     from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
     from monta_megatron.exchange.kernels.find_copies import find_copies
     from monta_megatron.exchange.kernels.reduce import reduce
-    from monta_megatron.exchange.kernels.to_experts import to_experts
+    from monta_megatron.exchange.memory import Columns
 
     probs = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=device)
     routing_map = torch.zeros_like(probs, dtype=torch.bool)
@@ -186,7 +185,7 @@ def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     row_bytes = HIDDEN * tokens.itemsize
     copies, messages = {}, {}
     for size in (NUM_EXPERTS // NUM_RANKS, 1):
-        parts = ExpertRange(first=0, size=size, num_parts=NUM_EXPERTS // size)
+        parts = Parts(first=0, size=size, num_parts=NUM_EXPERTS // size)
         hits = routing_map.unflatten(1, (parts.num_parts, -1)).any(dim=2)
         copies[size] = Copies.empty(NUM_TOKENS, int(hits.sum()), parts, device), parts
         find_copies(ids, parts, copies[size][0])
@@ -214,8 +213,8 @@ def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
             lambda: duplicate(Columns(rows=tokens), of_ranks, Columns(rows=to_ranks)),
             2 * len(to_ranks) * row_bytes,
         ),
-        "to_experts": (
-            lambda: to_experts(columns, of_experts, Columns(rows=rows), places),
+        "duplicate, per expert": (
+            lambda: duplicate(columns, of_experts, Columns(rows=rows), places),
             2 * len(rows) * row_bytes,
         ),
         "reduce": (

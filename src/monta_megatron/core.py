@@ -74,6 +74,12 @@ class Layout:
         }
         return by_name[group]
 
+    @property
+    def name(self) -> str:
+        """For messages: "EP 8 x ETP 1 over 2 nodes"."""
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        return f"EP {self.ep} x ETP {self.etp} over {nodes}"
+
     @cached_property
     def crossing_groups(self) -> frozenset[GroupName]:
         """Names of the groups of which at least one has ranks on several nodes."""

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from monta_megatron.chains import CHAINS
 
-# Of a window, in which two candidates take turns.
+# Of a tuning window, with trials of two candidates.
 STEPS = 6
 
 
@@ -387,11 +387,11 @@ def rows_counted_from_the_map() -> Iterator[None]:
 def kernels_in_interpreter() -> Iterator[None]:
     """Run Triton's kernels on the host, see `Pool`."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
-    from monta_megatron.exchange import counts
+    from monta_megatron.exchange import count_messages
     from monta_megatron.integration import first_use
 
     with (
-        mock.patch.object(counts, "is_fused", lambda *_: True),
+        mock.patch.object(count_messages, "is_fused", lambda *_: True),
         mock.patch.object(first_use, "NUM_TOKENS", 16),
     ):
         yield

@@ -26,7 +26,7 @@ from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.core import Layout
 from monta_megatron.exchange import executor
 from monta_megatron.exchange.collectives import PeerGroup, peer_groups
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
@@ -253,11 +253,11 @@ class Source:
     def chunks(self) -> list[Exchange]:
         """An exchange of each chunk, for experts in the pipeline."""
         assert isinstance(self.counts, TokenCounts), "rows are permuted tokens"
-        bound, num_blocks = self.exchange.bound, self.counts.tokens.shape[1]
+        bound, num_blocks = self.exchange.bound_chain, self.counts.tokens.shape[1]
         return [
             replace(
                 self.exchange,
-                bound=bound.chain.bind(bound.layout, self.counts.of_blocks(first, end), 1),
+                bound_chain=bound.chain.bind(bound.layout, self.counts.of_blocks(first, end), 1),
             )
             for first, end in blocks_of_chunks(num_blocks, bound.num_chunks)
         ]
@@ -305,11 +305,11 @@ def make_source(
     num_tokens, num_experts = routing_map.shape
 
     num_blocks = case.num_blocks if chain.rows == "tokens" else 1
-    count_table = CountTable(chains=(chain,), layout=layout, num_blocks=num_blocks)
+    count_messages = CountMessages(chains=(chain,), layout=layout, num_blocks=num_blocks)
     # What the ranks would exchange.
-    counted = [count_table.count(routing_map) for routing_map in data.routing_maps]
+    counted = [count_messages.count(routing_map) for routing_map in data.routing_maps]
     received = torch.stack([messages[rank] for messages, _ in counted])
-    exchanged = count_table.read(count_table.join(received, counted[rank][1]).numpy())
+    exchanged = count_messages.read(count_messages.join(received, counted[rank][1]).numpy())
     counts: Any = exchanged.tokens if chain.rows == "tokens" else exchanged.permuted_tokens
     width = exchanged.max_experts_per_token
     if chain.rows == "permuted tokens":
@@ -324,7 +324,7 @@ def make_source(
         row_probs = probs.gather(1, expert.clamp(max=num_experts - 1).long()) * (scores > 0)
 
     exchange = Exchange(
-        bound=chain.bind(layout, counts, case.num_chunks),
+        bound_chain=chain.bind(layout, counts, case.num_chunks),
         groups=groups,
         sum_dtype=case.sum_dtype,
         monitor=Monitor(),
@@ -378,7 +378,7 @@ def run_passes(case: Case, data: Data) -> Passes:
     return Passes(
         expert_rows=expert_rows.detach(),
         expert_probs=expert_probs.detach(),
-        tokens_per_expert=torch.from_numpy(exchange.bound.rows_per_local_expert),
+        tokens_per_expert=torch.from_numpy(exchange.bound_chain.rows_per_local_expert),
         token_gradient=source.sum_of_rows(rows.grad, num_tokens),
         prob_gradient=source.dense_probs(probs.grad, num_tokens, case.num_experts),
         output=source.sum_of_rows(combined.detach(), num_tokens),

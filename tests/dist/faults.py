@@ -11,7 +11,7 @@ from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import DISPATCH_BACKWARD, BoundProgram
 from monta_megatron.exchange import buffers, exchange, executor, operations
 from monta_megatron.exchange import executor as autograd
-from monta_megatron.exchange.buffers import Columns
+from monta_megatron.exchange.memory import Columns
 
 T = TypeVar("T")
 Fault = Callable[[], AbstractContextManager[Any]]
@@ -37,12 +37,12 @@ def last_chunk_skipped() -> Any:
 
     def skip(now: Any, operation: Any) -> Any:
         (output,) = operation.writes
-        is_first = output not in now._messages
+        is_first = output not in now.memory._messages
         for column in now.messages(output):
             if is_first:
                 # Fresh memory may still hold the right rows, of the run with stock.
                 column.fill_(torch.nan)
-        if operation.chunk < now.exchange.bound.num_chunks - 1:
+        if operation.chunk < now.exchange.bound_chain.num_chunks - 1:
             return put(now, operation)
         return []
 

@@ -1,4 +1,4 @@
-"""Functions that run on the ranks of a pool: training steps of MoE layers that choose by turns.
+"""Functions that run on the ranks of a pool: training steps while candidates are tried.
 
 A rank notes what every exchange of its layers ran in, so that ranks can be compared.
 """
@@ -91,7 +91,8 @@ class Model:
         bind, shape = dispatcher._bind, number % self.training.shapes
 
         def noting(counts: Any) -> None:
-            step = getattr(dispatcher.chooser, "step", 0)
+            tuner = getattr(dispatcher.chooser, "tuner", None)
+            step = 0 if tuner is None else tuner.step
             bind(counts)
             is_training = dispatcher.moe_layer().training
             self.exchanges.append((shape, step, dispatcher.choice.name, is_training))
@@ -173,14 +174,17 @@ def clock_of(us_of_choice: dict[str, float], model: Model) -> Iterator[None]:
     """Let an iteration take what its choice takes, and no time otherwise."""
     from monta_megatron.integration import auto
 
-    def us(*_: Any) -> float:
-        return us_of_choice.get(model.exchanges[-1][2], 1000.0)
+    def take(*_: Any) -> list[float]:
+        return [us_of_choice.get(model.exchanges[-1][2], 1000.0)]
 
-    with mock.patch.object(auto, "us_of", us):
+    with (
+        mock.patch.object(auto.IterationClock, "take", take),
+        mock.patch.object(auto, "us_of", sum),
+    ):
         yield
 
 
-def turns(
+def tune(
     case: Case, training: Training, us_of_choice: dict[str, float]
 ) -> tuple[list[str], list[str], list[int]]:
     """A training in which each choice takes a given time.
@@ -196,7 +200,7 @@ def turns(
         with clock_of(us_of_choice, model):
             for number in range(training.num_steps):
                 model.step(number)
-                windows.append(model.choosers[0].window.first)
+                windows.append(model.choosers[0].tuner.window.first)
     ran = dict[int, str]()
     for _, step, name, is_training in model.exchanges:
         if is_training:

@@ -546,7 +546,7 @@ def replay_cuda_graph_attributes(case: Case, num_chunks: int) -> None:
     (rows, row_probs), attributes = kept[0]
     if dispatcher.shared_experts is not None:
         assert "shared_experts.cached_fc1_input" in attributes
-    assert "exchange_counts" in attributes
+    assert "joined_counts" in attributes
     for name, value in attributes.items():
         *path, last = name.split(".")
         setattr(attrgetter(path[0])(dispatcher) if path else dispatcher, last, value)

@@ -265,8 +265,8 @@ class Model:
 
     def accumulate(self, num_chunks: int, num_micro_batches: int) -> None:
         """Accumulate the gradients of some micro-batches in so many chunks, and reduce them."""
-        self._chooser.choice = dataclasses.replace(
-            self._chooser.choice, num_chunks=num_chunks, splits_experts=num_chunks > 1
+        self._chooser.step_choice = dataclasses.replace(
+            self._chooser.step_choice, num_chunks=num_chunks, splits_experts=num_chunks > 1
         )
         self.ddp.zero_grad_buffer()
         for micro_batch in range(num_micro_batches):

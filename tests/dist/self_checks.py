@@ -10,9 +10,11 @@ import torch.distributed as dist
 from exchanges import Case, find_groups, uninitialised_memory_is_nan
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.counts import HEAD_SIZE
+from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.counts import HEADER_SIZE, num_counted_blocks
 from monta_megatron.chains.program import Kind, Operation
-from monta_megatron.exchange import copies, counts, executor, operations, sums
+from monta_megatron.core import Choice
+from monta_megatron.exchange import copies, count_messages, executor, operations, sums
 from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.integration import first_use
@@ -46,10 +48,16 @@ def error_of(case: Case, fault: str = "", stage: str = "", fused: bool = False) 
 def use_of(case: Case, fused: bool = False) -> first_use.FirstUse:
     """The first use of a chain, as the dispatcher makes it."""
     _, rank, whole, groups = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
-    return first_use.FirstUse(
-        chain=CHAINS[case.chain],
-        num_chunks=case.num_chunks,
+    chain = CHAINS[case.chain]
+    table = count_messages.CountMessages(
+        chains=(chain,),
         layout=case.layout(rank),
+        num_blocks=num_counted_blocks((chain,), blocks_for(case.num_chunks)),
+        kernels="fused" if fused else "torch",
+    )
+    return first_use.FirstUse(
+        choice=Choice(chain=case.chain, num_chunks=case.num_chunks),
+        count_messages=table,
         group=whole,
         groups=groups,
         hidden_size=case.hidden,
@@ -85,7 +93,7 @@ def num_passes(cases: list[Case]) -> int:
 @contextmanager
 def kernels_in_interpreter() -> Iterator[None]:
     """Run Triton's kernels on the host, see `Pool`."""
-    with mock.patch.object(counts, "is_fused", lambda *_: True):
+    with mock.patch.object(count_messages, "is_fused", lambda *_: True):
         yield
 
 
@@ -116,9 +124,9 @@ def after(
 
 def swap_experts(buffers: Buffers, operation: Operation) -> None:
     """The first rows of the first two experts change places."""
-    second = int(buffers.exchange.bound.rows_per_local_expert[0])
+    second = int(buffers.exchange.bound_chain.rows_per_local_expert[0])
     into, _ = buffers.target(operation)
-    if operation.chunk == buffers.exchange.bound.num_chunks - 1:
+    if operation.chunk == buffers.exchange.bound_chain.num_chunks - 1:
         into.rows[[0, second]] = into.rows[[second, 0]]
 
 
@@ -151,13 +159,13 @@ def add_one(buffers: Buffers, operation: Operation) -> None:
 
 def miscount(stage: str) -> AbstractContextManager[Any]:
     """A rank has one token more for an expert than it has said."""
-    read = counts.CountTable.read
+    read = count_messages.CountMessages.read
 
-    def wrong(table: counts.CountTable, joined: Any) -> counts.ExchangeCounts:
-        joined[HEAD_SIZE] += 1
+    def wrong(table: count_messages.CountMessages, joined: Any) -> count_messages.MicroBatchCounts:
+        joined[HEADER_SIZE] += 1
         return read(table, joined)
 
-    return mock.patch.object(counts.CountTable, "read", wrong)
+    return mock.patch.object(count_messages.CountMessages, "read", wrong)
 
 
 def rotate_peers(stage: str) -> AbstractContextManager[Any]:

@@ -42,7 +42,7 @@ AUTO: dict[str, Any] = {
     "moe_monta_cluster": with_short_starts(strict_yaml.load(Cluster, CLUSTER)),
     "moe_monta_ranks_per_node": 2,
 }
-# Nothing takes turns.
+# Nothing is tuned.
 PICKED = AUTO | {"moe_monta_tune_steps": 0}
 TOKENS = [[0, 1, 100, 4096], [4096, 0, 1, 100], [1, 0, 1, 1], [0, 0, 0, 0], [100, 4096, 0, 1]]
 
@@ -63,8 +63,8 @@ def test_unequal_tokens_changing_every_step(
 def test_the_planners_pick_is_said_once(pools: Pools) -> None:
     case = Case(ep=4, num_tokens=4096, options=AUTO | {"moe_monta_tune_steps": 0})
     said, *others = pools[4].run(reported_in_steps, case)
-    no_turns, pick = said
-    assert no_turns.startswith("monta: auto: no turns, the planner's pick runs: ")
+    no_tuning, pick = said
+    assert no_tuning.startswith("monta: auto: no tuning, the planner's pick runs: ")
     assert re.match(
         r"monta: auto, .+ nodes: \w+ in \d chunks?, planned on .+ for up to 4,096 tokens", pick
     )

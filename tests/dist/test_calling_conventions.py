@@ -106,7 +106,7 @@ def test_a_captured_permutation_has_fewer(pools: Pools, chain: str) -> None:
 
 def permuted(fused: bool, num_source_rows: int) -> SimpleNamespace:
     """A dispatcher in the middle of a micro-batch of 12 tokens, of which 24 rows were permuted."""
-    exchange: Any = SimpleNamespace(bound=SimpleNamespace(num_source_rows=num_source_rows))
+    exchange: Any = SimpleNamespace(bound_chain=SimpleNamespace(num_source_rows=num_source_rows))
     return SimpleNamespace(
         micro_batch=MicroBatch(choice=None, exchanges=[exchange]),
         config=SimpleNamespace(moe_permute_fusion=fused),

@@ -64,7 +64,7 @@ def test_a_rank_that_ends_or_stops_in_the_exchange_of_counts(chain: str, stops: 
     for rank, (message, seconds) in answers.items():
         assert seconds < limit_s + 5.0
         assert message.startswith(
-            f"dispatch: chain {chain}, exchange of counts, group tp_ep (rank {rank} of 4: "
+            f"exchange of counts: chain {chain}, group tp_ep (rank {rank} of 4: "
             "ranks 0, 1, 2, 3) failed: "
         )
         assert "\nno pass is under way; monta-megatron " in message

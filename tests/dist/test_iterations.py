@@ -10,7 +10,7 @@ from iterations import (
     replay_between_steps,
     step_alone,
     train,
-    turns,
+    tune,
     two_models,
 )
 from layers import Case, error_of, refusal_of
@@ -41,20 +41,20 @@ TRAININGS = {
 
 
 def check_choices(found: list[Trained], exchange_size: int) -> None:
-    """One choice in a step, on all ranks of an exchange, and the same slot on all exchanges."""
-    slots: dict[tuple[int, int], str] = {}
+    """One choice in a step, on all ranks of an exchange, and one candidate on all exchanges."""
+    candidates: dict[tuple[int, int], str] = {}
     for rank, one in enumerate(found):
         assert one.exchanges == found[rank - rank % exchange_size].exchanges
         of_step: dict[tuple[int, int], str] = {}
         for shape, step, choice, is_training in one.exchanges:
             assert of_step.setdefault((shape, step), choice) == choice or not is_training
             if is_training and shape == 0 and step < STEPS:
-                assert slots.setdefault((shape, step), choice) == choice, "not in phase"
+                assert candidates.setdefault((shape, step), choice) == choice, "not in phase"
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", TRAININGS)
-def test_losses_while_taking_turns_are_those_of_a_fixed_chain(pools: Pools, name: str) -> None:
+def test_losses_while_tuning_are_those_of_a_fixed_chain(pools: Pools, name: str) -> None:
     training = TRAININGS[name]
     case, size = (REPLICAS, 2) if "replica" in name or "other" in name else (CASE, 4)
     if "fewer" in name:
@@ -75,7 +75,7 @@ def test_losses_while_taking_turns_are_those_of_a_fixed_chain(pools: Pools, name
 
 
 @pytest.mark.parametrize("routing", ["none", "rank1_unrouted", "unrouted", "no_tokens"])
-def test_tokens_without_experts_take_turns(pools: Pools, routing: str) -> None:
+def test_tokens_without_experts_while_tuning(pools: Pools, routing: str) -> None:
     """On one rank or on all, in the first micro-batch and in later ones."""
     case = Case(tp=2, topk=2, routing=routing.replace("no_tokens", "uniform"))
     if routing == "no_tokens":
@@ -93,18 +93,18 @@ def test_tokens_without_experts_take_turns(pools: Pools, routing: str) -> None:
     assert str(ours) == str(theirs)
 
 
-def test_the_winner_runs_from_the_third_step_after_the_turns(pools: Pools) -> None:
+def test_the_winner_runs_from_the_third_step_after_the_window(pools: Pools) -> None:
     """24 steps; the best so far runs in two, since the times of the last steps are on their way."""
     case = replace(CASE, options=AUTO | {"moe_monta_tune_steps": 24})
-    names = pools[4].run(turns, case, Training(num_steps=9), {})[0][0]
-    # The slowest before, the last slot is the fastest by far, but all its turns but the last are
+    names = pools[4].run(tune, case, Training(num_steps=9), {})[0][0]
+    # The slowest before, one candidate is the fastest by far, but all its trials but the last are
     # slow ones: only step 23 tells.
-    slots = names[:8]
-    assert slots[0] == "alltoall in 1 chunk" and slots[8:] == [] and names[8] == slots[0]
-    us = {name: 1000.0 + 10 * number for number, name in enumerate(slots)}
-    us[slots[3]] = 800.0
-    for ran, said, windows in pools[4].run(turns, case, Training(num_steps=40), us):
-        assert ran[:24] == slots * 3 and ran[24:] == [slots[3]] * 16
+    candidates = names[:8]
+    assert candidates[0] == "alltoall in 1 chunk" and names[8] == candidates[0]
+    us = {name: 1000.0 + 10 * number for number, name in enumerate(candidates)}
+    us[candidates[3]] = 800.0
+    for ran, said, windows in pools[4].run(tune, case, Training(num_steps=40), us):
+        assert ran[:24] == candidates * 3 and ran[24:] == [candidates[3]] * 16
         assert windows == [0]
         assert not said or sum("wins with 0.80 ms per iteration" in line for line in said) == 1
 
@@ -131,7 +131,7 @@ def test_the_tokens_of_a_step_decide_for_the_next(pools: Pools) -> None:
         assert chains[0] == chains[1] == chains[2] == chains[5] != chains[3] == chains[4]
 
 
-def test_nothing_takes_turns_where_preprocess_is_replayed(pools: Pools) -> None:
+def test_nothing_is_tuned_where_preprocess_is_replayed(pools: Pools) -> None:
     case = Case(tp=2, ep=2, etp=2, topk=2, options=TUNED)
     for seen in pools[4].run(replay_between_steps, case, 4):
         assert len(set(seen)) == 1

@@ -31,9 +31,12 @@ from overlap import (
 )
 from pool import Pools
 
-from monta_megatron.integration.experts import UNSUPPORTED_WITH_OVERLAP, check_experts
+from monta_megatron.integration.experts import check_experts
 from monta_megatron.integration.options import Options
-from monta_megatron.integration.supported_settings import check_supported
+from monta_megatron.integration.supported_settings import (
+    UNSUPPORTED_WITH_OVERLAP,
+    check_supported,
+)
 
 # Every chain whose rows are tokens.
 CASES = [

@@ -126,12 +126,12 @@ def test_planned_bytes_are_counted_bytes(pools: Pools) -> None:
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_the_exchanged_counts_are_as_many_as_planned(chain: str) -> None:
-    from monta_megatron.exchange.counts import CountTable
+    from monta_megatron.exchange.count_messages import CountMessages
 
     case = dataclasses.replace(Case(chain=chain), num_blocks=3)
     layout = case.layout(1)
     expected = message_size((CHAINS[chain],), layout, case.num_blocks)
     num_blocks = case.num_blocks if CHAINS[chain].rows == "tokens" else 1
-    count_table = CountTable(chains=(CHAINS[chain],), layout=layout, num_blocks=num_blocks)
-    messages, _ = count_table.count(make_data(case).routing_maps[1])
+    count_messages = CountMessages(chains=(CHAINS[chain],), layout=layout, num_blocks=num_blocks)
+    messages, _ = count_messages.count(make_data(case).routing_maps[1])
     assert messages.flatten(1).shape == (case.size, expected)

@@ -74,7 +74,7 @@ SETTINGS = {
 BITWISE = "--moe-monta-chain alltoall_allgather"
 HIERARCHY = "--moe-monta-chain hierarchical_allgather --moe-monta-ranks-per-node 1"
 OPTIONS = {
-    # The planner's candidates take turns; in the second training the fastest stays.
+    # The planner's candidates are tried; in the second training the fastest stays.
     "dense_first_stage_and_asynchronous_checkpoint": "--moe-monta-ranks-per-node 1",
     "overlapped_micro_batches_in_a_pipeline": (
         "--moe-monta-ranks-per-node 1 --moe-monta-tune-steps 6"

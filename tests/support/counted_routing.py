@@ -61,14 +61,14 @@ class CountedRouting:
 
         lengths = np.array([_block_lengths(len(rows), num_blocks) for rows in self.routing_maps])
         fields: dict[str, Any] = {}
-        for part in chain.parts:
+        for part in chain.copies_per:
             if part == "node":
                 by_node = self._hits(num_blocks, layout.num_nodes)[map_of]
                 fields["sent_to_nodes"] = by_node[layout.rank]
                 fields["for_node"] = by_node[:, :, layout.node]
             elif part == "rank":
                 by_rank = self._hits(num_blocks, layout.ep)[map_of]
-                if "node" in chain.parts:
+                if "node" in chain.copies_per:
                     first = layout.node * layout.ranks_per_node
                     fields["for_node_ranks"] = by_rank[:, :, first : first + layout.ranks_per_node]
                 else:

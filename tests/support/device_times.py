@@ -27,7 +27,8 @@ from replay import (
 
 from monta_megatron.chains.program import Operation
 from monta_megatron.exchange import executor
-from monta_megatron.exchange.buffers import Buffers, Columns
+from monta_megatron.exchange.buffers import Buffers
+from monta_megatron.exchange.memory import Columns
 
 NUM_CHUNKS = (1, 4)
 WARM_UP, ROUNDS, CALLS = 3, 10, 50
@@ -123,7 +124,7 @@ def _counts_to_host_us(device: torch.device) -> float:
 
 def _parts_us(device: torch.device) -> tuple[float, float, float]:
     """Host time of a Triton launch, an allocation, and a collective's stand-in with its wait."""
-    from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
+    from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
 
     rows, into = torch.empty(2, 16, 256, dtype=torch.bfloat16, device=device)
     stream = torch.cuda.Stream(device, priority=-1)
@@ -132,7 +133,7 @@ def _parts_us(device: torch.device) -> tuple[float, float, float]:
         order_on(stream, device, lambda: into.copy_(into)).wait()
 
     calls = (
-        lambda: reduce_parts(Columns(rows), Columns(into), torch.float32, 1),
+        lambda: reduce_ranks(Columns(rows), Columns(into), torch.float32, 1),
         lambda: torch.empty(64, 64, device=device),
         collective,
     )

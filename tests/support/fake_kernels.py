@@ -16,9 +16,6 @@ import torch
 
 from monta_megatron.exchange.kernels.tiles import Launch
 
-# The functions that write, and the position of where.
-STORES = {"store": 0, "move_rows": 3}
-
 # (name of the kernel, what it reads, what it writes)
 Launched = Callable[[str, list[torch.Tensor], list[torch.Tensor]], None]
 
@@ -80,7 +77,7 @@ def _stored(function: Any) -> frozenset[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id  # type: ignore[attr-defined]
-            if name in STORES:
-                stored.add(root(node.args[STORES[name]]))
+            if name == "store":
+                stored.add(root(node.args[0]))
     assert stored, f"{function.fn.__name__} writes nothing"
     return frozenset(stored)

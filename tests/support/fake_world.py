@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from monta_megatron.core import FLAT_GROUPS, Layout
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 
 NUM_TOKENS = 48
 TOPK = 8
@@ -74,15 +74,15 @@ def routing_map(num_tokens: int, num_experts: int, padded: bool = False) -> torc
 
 
 def exchanged_counts(
-    count_table: CountTable, padded: bool = False
+    count_messages: CountMessages, padded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank copies of the counts of all ranks, and its own map."""
-    layout = count_table.layout
+    layout = count_messages.layout
     maps = [routing_map(NUM_TOKENS - less, layout.num_experts, padded) for less in range(3)]
-    counted = [count_table.count(each) for each in maps]
+    counted = [count_messages.count(each) for each in maps]
     received = [counted[rank % 3][0][layout.rank] for rank in range(len(layout.nodes))]
     _, sent = counted[layout.rank % 3]
-    return count_table.join(torch.stack(received), sent), maps[layout.rank % 3]
+    return count_messages.join(torch.stack(received), sent), maps[layout.rank % 3]
 
 
 def groups_of(layout: Layout) -> dict[str, PeerGroup]:

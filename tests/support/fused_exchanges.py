@@ -17,12 +17,13 @@ from test_stream_safety import LAYOUTS, Routing, make_exchange
 from monta_megatron.calibration.tasks import NUM_COPIES, Point
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
-from monta_megatron.exchange import counts
-from monta_megatron.exchange.buffers import Columns, MessageFormat
+from monta_megatron.exchange import count_messages
+from monta_megatron.exchange import expert_lists as torch_lists
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.kernels import expert_lists
+from monta_megatron.exchange.memory import Columns, MessageFormat
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
 
@@ -90,12 +91,12 @@ def calibrate() -> None:
 
 
 def _compare_counts(chain_name: str, layout_name: str, routing_map: torch.Tensor) -> None:
-    table = CountTable(
+    counted = CountMessages(
         chains=(CHAINS[chain_name],), layout=LAYOUTS[layout_name], num_blocks=layers.NUM_BLOCKS
     )
-    expected, _ = table.count(routing_map, head=5)
-    with mock.patch.object(counts, "is_fused", lambda *_: True):
-        actual, _ = table.count(routing_map, head=5)
+    expected, _ = counted.count(routing_map, tag=5)
+    with mock.patch.object(count_messages, "is_fused", lambda *_: True):
+        actual, _ = counted.count(routing_map, tag=5)
     assert torch.equal(actual, expected), "counts differ"
 
 
@@ -113,12 +114,13 @@ def _passes(
     exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
     torch.manual_seed(0)
     num_rows, num_expert_rows = (
-        int(rows) for rows in (exchange.bound.num_source_rows, exchange.bound.num_expert_rows)
+        int(rows)
+        for rows in (exchange.bound_chain.num_source_rows, exchange.bound_chain.num_expert_rows)
     )
     width = exchange.max_experts_per_token
     probs, ids = torch.rand(num_rows), None
     if width:
-        list_experts = expert_lists.expert_ids_of if fused else counts.expert_ids_of
+        list_experts = expert_lists.expert_ids_of if fused else torch_lists.expert_ids_of
         probs, ids = list_experts(routing_map, torch.rand(routing_map.shape), width)
     rows, gradients = torch.randn(2, num_rows, HIDDEN).to(dtype)
     outputs = torch.randn(num_expert_rows, HIDDEN).to(dtype)

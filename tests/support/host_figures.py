@@ -21,7 +21,7 @@ from launch_times import host_us
 from monta_megatron.exchange.payload import Columns
 
 from monta_megatron.common import torch_private
-from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
+from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
 
 GROUP_SIZES = (2, 8, 16, 64)
 ROUNDS, CALLS = 30, 50
@@ -84,7 +84,7 @@ def _launch_us() -> float:
     """A launch by Triton's own path, with a wrapper's arithmetic before it."""
     rows, into = torch.empty(2, 16, 256, dtype=torch.bfloat16)
     with no_driver():
-        return _least_us(lambda: reduce_parts(Columns(rows), Columns(into), torch.float32, 1))
+        return _least_us(lambda: reduce_ranks(Columns(rows), Columns(into), torch.float32, 1))
 
 
 def _least_us(call: Callable[[], object]) -> float:

@@ -12,16 +12,15 @@ from unittest import mock
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
-from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.exchange.buffers import Columns, MessageFormat
+from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
-from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
+from monta_megatron.exchange.memory import Columns, MessageFormat
 
 # Of the bytes that cannot be avoided: columns read once and written once.
 MOST = 1.1
@@ -62,9 +61,9 @@ def compare() -> None:
     routing_map = torch.zeros(NUM_TOKENS, NUM_EXPERTS, dtype=torch.bool).scatter_(1, chosen, True)
     _, ids = expert_ids_of(routing_map, torch.rand(routing_map.shape), TOPK)
     num_pairs = NUM_TOKENS * TOPK
-    ranks = ExpertRange(first=0, size=NUM_EXPERTS // 4, num_parts=4)
+    ranks = Parts(first=0, size=NUM_EXPERTS // 4, num_parts=4)
     num_copies = int(routing_map.unflatten(1, (4, -1)).any(dim=2).sum())
-    experts = ExpertRange(first=0, size=1, num_parts=NUM_EXPERTS)
+    experts = Parts(first=0, size=1, num_parts=NUM_EXPERTS)
     row, pair = 2 * HIDDEN_SIZE, 4 + 4
 
     copies = Copies.empty(NUM_TOKENS, num_copies, ranks, ids.device)
@@ -87,13 +86,13 @@ def compare() -> None:
         rows=torch.zeros(num_pairs, HIDDEN_SIZE, dtype=torch.bfloat16), probs=torch.zeros(num_pairs)
     )
     with counted() as total:
-        to_experts(tokens, by_expert, outputs, torch.randperm(num_pairs))
-    _check("to_experts", total, num_pairs * 2 * (row + 4))
+        duplicate(tokens, by_expert, outputs, torch.randperm(num_pairs))
+    _check("duplicate, per expert", total, num_pairs * 2 * (row + 4))
 
     parts = _message(4 * NUM_TOKENS)
     with counted() as total:
-        reduce_parts(parts, tokens, torch.float32, 4)
-    _check("reduce_parts", total, 5 * NUM_TOKENS * (row + TOPK * 4))
+        reduce_ranks(parts, tokens, torch.float32, 4)
+    _check("reduce_ranks", total, 5 * NUM_TOKENS * (row + TOPK * 4))
 
     many = routing_map.repeat(64, 1)
     with counted() as total:

@@ -11,20 +11,19 @@ from dataclasses import dataclass
 
 import torch
 
-from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange import copies as reference
 from monta_megatron.exchange import copies as routing_counts
-from monta_megatron.exchange import counts
-from monta_megatron.exchange.buffers import Columns, MessageFormat
-from monta_megatron.exchange.copies import Copies, Parts
+from monta_megatron.exchange import expert_lists
+from monta_megatron.exchange.copies import Copies, PartBounds
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
-from monta_megatron.exchange.kernels.to_experts import to_experts
-from monta_megatron.exchange.sums import sum_parts, sum_rows
+from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
+from monta_megatron.exchange.memory import Columns, MessageFormat
+from monta_megatron.exchange.sums import sum_ranks, sum_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HIDDEN_SIZES = (8, 9, 12, 40, 72, 136, 520, 1000, 1032, 2056, 4096, 7168)
@@ -54,7 +53,7 @@ class Case:
 
     num_rows: int
     hidden_size: int
-    parts: ExpertRange
+    parts: Parts
     num_experts: int
     routing: str
     padding: int
@@ -70,7 +69,7 @@ def case_of(seed: int) -> Case:
     draw = random.Random(seed)
     hidden_size = draw.choice(HIDDEN_SIZES)
     most_rows = min(60, max(3, MOST_VALUES // hidden_size // 4))
-    parts = ExpertRange(
+    parts = Parts(
         first=draw.choice((0, 0, 1, 8)),
         size=draw.choice((1, 1, 2, 3, 8)),
         num_parts=draw.choice((1, 2, 3, 4, 8, 17)),
@@ -117,7 +116,7 @@ def _check(case: Case) -> None:
     routing_map = _routing_map(case)
     most = max(int(routing_map.sum(dim=1).max()) if case.num_rows else 0, 1) + case.padding
     width = min(most, case.num_experts)
-    _, ids = counts.expert_ids_of(routing_map, torch.zeros(routing_map.shape), width)
+    _, ids = expert_lists.expert_ids_of(routing_map, torch.zeros(routing_map.shape), width)
     inside = routing_map[:, parts.first : parts.first + parts.size * parts.num_parts]
     num_copies = int(inside.unflatten(1, (parts.num_parts, -1)).any(dim=2).sum())
 
@@ -130,15 +129,15 @@ def _check(case: Case) -> None:
         Copies.empty(case.num_rows, num_copies, parts, ids.device) for _ in range(2)
     )
     most = case.num_rows, num_copies
-    reference.find_copies(ids, Parts.of(parts, *most, ids), expected)
+    reference.find_copies(ids, PartBounds.of(parts, *most, ids), expected)
     find_copies(ids, parts, copies)
     for name in ("row", "by_row", "row_starts", *(("place",) if parts.size == 1 else ())):
         _same(f"find_copies, {name}", getattr(copies, name), getattr(expected, name))
     _check_duplicate(case, before, expected, width)
     if parts.size == 1:
-        _check_to_experts(case, before, expected)
+        _check_duplicate_per_expert(case, before, expected)
     _check_reduce(case, expected, width)
-    _check_reduce_parts(case, width)
+    _check_reduce_ranks(case, width)
     _check_lists(case, routing_map, width)
     _check_counts(case, routing_map)
 
@@ -157,7 +156,7 @@ def _check_duplicate(case: Case, before: Columns, copies: Copies, width: int) ->
     assert torch.equal(back.view(torch.uint8), message[index].view(torch.uint8)), "whole messages"
 
 
-def _check_to_experts(case: Case, before: Columns, copies: Copies) -> None:
+def _check_duplicate_per_expert(case: Case, before: Columns, copies: Copies) -> None:
     num_copies = len(copies.row)
     num_rows = num_copies + (3 if case.in_place else 0)
     into, _ = _message(case, num_rows, width=None)
@@ -167,11 +166,8 @@ def _check_to_experts(case: Case, before: Columns, copies: Copies) -> None:
     expected.rows[where] = before.rows[copies.row]
     if before.probs is not None and expected.probs is not None:
         expected.probs[where] = before.probs[copies.row, copies.place]
-    if places is None:
-        duplicate(before, copies, into)
-    else:
-        to_experts(before, copies, into, places)
-    _same_columns("to_experts", into, expected)
+    duplicate(before, copies, into, places)
+    _same_columns("duplicate, per expert", into, expected)
 
 
 def _check_reduce(case: Case, copies: Copies, width: int) -> None:
@@ -213,8 +209,8 @@ def _check_reduce(case: Case, copies: Copies, width: int) -> None:
     _same("reduce in the dtype of the sum", everything, sums, with_nan=True)
 
 
-def _check_reduce_parts(case: Case, width: int) -> None:
-    num_parts, parts_per_sum = ((1, 1), (2, 2), (5, 5), (4, 2), (6, 2), (9, 3))[case.seed % 6]
+def _check_reduce_ranks(case: Case, width: int) -> None:
+    num_parts, ranks_per_sum = ((1, 1), (2, 2), (5, 5), (4, 2), (6, 2), (9, 3))[case.seed % 6]
     num_rows, rank = min(case.num_rows, 9), case.seed % num_parts
     dtype = torch.promote_types(torch.float32, case.dtype)
     of_list = None if case.in_place else width
@@ -226,18 +222,18 @@ def _check_reduce_parts(case: Case, width: int) -> None:
             _drop_subnormals(values)
     sums = torch.empty(num_rows, case.hidden_size, dtype=dtype)
     reduced = Columns(rows=torch.empty_like(sums))
-    sum_parts(sums, columns.rows, dtype, parts_per_sum, kept, rank)
-    reduce_parts(Columns(rows=columns.rows), reduced, dtype, parts_per_sum, kept, rank)
-    _same("reduce_parts in the dtype of the sum", reduced.rows, sums, with_nan=True)
+    sum_ranks(sums, columns.rows, dtype, ranks_per_sum, kept, rank)
+    reduce_ranks(Columns(rows=columns.rows), reduced, dtype, ranks_per_sum, kept, rank)
+    _same("reduce_ranks in the dtype of the sum", reduced.rows, sums, with_nan=True)
     expected = _clone(into)
     expected.rows.copy_(_narrowed(sums, case.dtype))
     if columns.probs is not None and expected.probs is not None:
         wide = torch.promote_types(torch.float32, columns.probs.dtype)
         shares = torch.empty(into.probs.shape, dtype=wide)
-        sum_parts(shares, columns.probs, wide, parts_per_sum)
+        sum_ranks(shares, columns.probs, wide, ranks_per_sum)
         expected.probs.copy_(_narrowed(shares, columns.probs.dtype))
-    reduce_parts(columns, into, dtype, parts_per_sum, kept, rank)
-    _same_columns("reduce_parts", into, expected, with_nan=True)
+    reduce_ranks(columns, into, dtype, ranks_per_sum, kept, rank)
+    _same_columns("reduce_ranks", into, expected, with_nan=True)
 
 
 def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
@@ -246,7 +242,7 @@ def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
     probs[1] = probs[0].clone()
     gradient = _values((case.num_rows, width), dtype)
     results = []
-    for function, leaf in zip((counts.expert_ids_of, expert_ids_of), probs, strict=True):
+    for function, leaf in zip((expert_lists.expert_ids_of, expert_ids_of), probs, strict=True):
         leaf.requires_grad_()
         lists, ids = function(routing_map, leaf, width)
         lists.backward(gradient)

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monta_megatron import register
 from monta_megatron.chains.program import COMBINE_BACKWARD, DISPATCH_BACKWARD
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.executor import run
+from monta_megatron.exchange.memory import Columns
 from monta_megatron.integration import layer_setup
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 
@@ -39,8 +39,8 @@ HIDDEN = 32
 # Before and behind the passes: the exchange of counts, what makes columns of a routing map.
 ROWS = ("counts", "enter", "dispatch", "combine", "leave", "combine_backward", "dispatch_backward")
 LISTED = (
-    "integration.counts.copy_to_host",
-    "integration.counts.read",
+    "integration.count_sources.copy_to_host",
+    "integration.count_sources.read",
     "exchange.exchange._row_indices",
 )
 # Device kernels of an operation of ATen, where they are not one. Sorts are CUB's radix sort of
@@ -166,7 +166,7 @@ def count_launches(
     options = {"moe_monta_kernels": "auto" if kernels == "fused" else "torch"}
     with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
         made = make_dispatcher(chain_name, ep, moe_monta_num_chunks=num_chunks, **options)
-    copied, routed = exchanged_counts(made._counts.count_table)
+    copied, routed = exchanged_counts(made._counts.count_messages)
     device = FakeDevice(listed=LISTED, host_values=copied.numpy())
     made.monitor = device.recorder.monitor
     made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")

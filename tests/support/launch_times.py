@@ -28,8 +28,7 @@ from launch_counts import (
 from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.common import torch_private
-from monta_megatron.exchange import counts as count_table
-from monta_megatron.exchange import executor, operations, streams
+from monta_megatron.exchange import count_messages, executor, operations, streams
 from monta_megatron.exchange.collectives import PeerGroup
 
 WARM_UP = 2
@@ -72,7 +71,7 @@ def host_us(
     options = {"moe_monta_kernels": "auto" if kernels == "fused" else "torch"}
     with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
         made = make_dispatcher(chain_name, ep, moe_monta_num_chunks=num_chunks, **options)
-    copied, routed = exchanged_counts(made._counts.count_table)
+    copied, routed = exchanged_counts(made._counts.count_messages)
     made.cuda_dtoh_stream = _NoStream()
     inputs = layer_inputs(routed, "cpu")
     times = _Times()
@@ -173,7 +172,7 @@ def _no_device(is_fused: bool, times: _Times) -> Iterator[None]:
             mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
             mock.patch.object(executor, "streams_for", streams.CudaStreams),
             mock.patch.multiple(operations, **starts),
-            mock.patch.object(count_table, "is_fused", lambda *_: is_fused),
+            mock.patch.object(count_messages, "is_fused", lambda *_: is_fused),
             mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes),
         ):
             context.enter_context(patch)

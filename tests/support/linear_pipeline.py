@@ -39,6 +39,7 @@ def operation_of(number: int, stage: int, chunk: int, stages: Sequence[Stage]) -
         series=stage,
         reads=(),
         writes=(),
+        scratch=(),
         resource=resource,
         group=None if resource == "memory" else f"group {stage}",  # type: ignore[arg-type]
         stream=stage,
@@ -46,7 +47,7 @@ def operation_of(number: int, stage: int, chunk: int, stages: Sequence[Stage]) -
         after=(),
         launch_after=(),
         host="enqueues",
-        parts_per_sum=0,
+        ranks_per_sum=0,
     )
 
 

@@ -43,6 +43,7 @@ from monta_megatron.exchange import executor, operations
 from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
+from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.pipeline import run_pipeline
 from monta_megatron.exchange.streams import CudaStreams, _side_streams
 
@@ -359,7 +360,9 @@ class StandIn:
     def start(self, usual: Any, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
         """In place of a collective: what others wait for."""
         key = key_of(self._layer, buffers, operation)
-        buffers.exchange.monitor.note("start", buffers.pass_name, operation)
+        recorder = buffers.exchange.monitor.recorder
+        if recorder is not None:
+            recorder.note(Step("start", buffers.pass_name, operation))
         expected, arriving = self._messages[key]
         sent, received = _sent(buffers, operation), received_by(buffers, operation)
         # What the caller owns, or a later operation reads, stays.

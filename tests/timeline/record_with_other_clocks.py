@@ -5,7 +5,7 @@ import sys
 
 from monta_megatron.cli import main
 from monta_megatron.exchange import step_times
-from monta_megatron.exchange import step_times as clock
+from monta_megatron.tools.timeline import clock
 
 rank, now_us = int(os.environ["RANK"]), clock.now_us
 clock.now_us = step_times.now_us = lambda: now_us() + 1000e6 * rank

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.core import Layout
-from monta_megatron.integration import counts
+from monta_megatron.integration import count_sources
 from monta_megatron.integration.dispatcher import MicroBatch, MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import check_chain_runs, planner_for
@@ -23,7 +23,7 @@ LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
 
 @pytest.fixture(autouse=True)
 def order() -> Any:
-    with mock.patch.object(counts, "KNOWS_ORDER", True):
+    with mock.patch.object(count_sources, "KNOWS_ORDER", True):
         yield
 
 
@@ -58,7 +58,7 @@ def test_chains_that_add_in_another_order_are_refused() -> None:
 
 
 def test_an_older_megatron_demands_no_order() -> None:
-    with mock.patch.object(counts, "KNOWS_ORDER", False):
+    with mock.patch.object(count_sources, "KNOWS_ORDER", False):
         assert not problem(chain="hierarchical_alltoall")
 
 

@@ -9,7 +9,7 @@ from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.chain import first_blocks, order_of_issue, split
 from monta_megatron.chains.lower import lower, pipeline_offsets
 from monta_megatron.chains.program import COMBINE, Policy, RowFormat
-from monta_megatron.chains.stage_operations import parts_per_sum
+from monta_megatron.chains.stage_operations import ranks_per_sum
 from monta_megatron.chains.stages import AllGather, AllToAll, Segments
 from monta_megatron.chains.token_stages import expert_order
 from monta_megatron.core import Layout
@@ -35,7 +35,7 @@ def rows_of(segments: Segments, chunk: int) -> list[int]:
     """Row numbers of a chunk, run by run."""
     return [
         start + offset
-        for start, length in zip(segments.starts[chunk], segments.lengths[chunk], strict=True)
+        for length, start in zip(*(each[chunk] for each in segments.runs), strict=True)
         for offset in range(length)
     ]
 
@@ -98,7 +98,7 @@ def test_the_last_chunk_is_smaller_and_first_on_the_way_back() -> None:
 
 
 def offsets(bound: BoundChain, transpose: bool, policy: Policy) -> list[int]:
-    shapes = bound.shapes[::-1] if transpose else bound.shapes
+    shapes = bound.shape.stages[:: -1 if transpose else 1]
     return pipeline_offsets(shapes, bound.layout.crossing_groups, policy)
 
 
@@ -149,10 +149,10 @@ def test_a_group_of_one_rank_takes_no_step() -> None:
 
 
 def test_the_parts_of_an_expert_are_added_first_as_in_stock() -> None:
-    assert parts_per_sum(etp=2, num_parts=4) == 2
+    assert ranks_per_sum(etp=2, num_ranks=4) == 2
     # Nothing to nest: one expert's parts alone, or experts that are not cut.
-    assert parts_per_sum(etp=2, num_parts=2) == 2
-    assert parts_per_sum(etp=1, num_parts=4) == 4
+    assert ranks_per_sum(etp=2, num_ranks=2) == 2
+    assert ranks_per_sum(etp=1, num_ranks=4) == 4
 
 
 def test_an_expert_takes_each_source_in_turn() -> None:

@@ -119,7 +119,7 @@ def test_only_auto_is_tuned(fields: dict[str, Any], tune_steps: int) -> None:
         ({"moe_monta_tune_steps": 6, "moe_monta_chain": "alltoall"}, "be 0 or left out where a c"),
     ],
 )
-def test_turns_that_cannot_be_taken_are_refused(fields: dict[str, Any], rule: str) -> None:
+def test_numbers_of_steps_that_cannot_be_are_refused(fields: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=f"moe_monta_tune_steps: got [56], must {rule}"):
         Options.of(SimpleNamespace(**fields))
 

@@ -95,10 +95,6 @@ def test_environment_variables_land_in_the_printed_arguments() -> None:
         (f"{MOE} --moe-monta-num-chunks 0", ["moe_monta_num_chunks", "got 0", ">= 1"]),
         (f"{MOE} --moe-monta-check 2", ["moe_monta_check", "got 2", "0 or 1"]),
         (f"{MOE} --moe-monta-tune-steps -1", ["moe_monta_tune_steps", "got -1", ">= 6"]),
-        (
-            "--num-experts 3 --expert-model-parallel-size 2 --moe-token-dispatcher-type monta",
-            ["num_experts", "got 3", "multiple", "2"],
-        ),
         ("--moe-token-dispatcher-type monta", ["moe_token_dispatcher_type", "--num-experts"]),
         (
             "--num-experts 4 --moe-token-dispatcher-type alltoall --moe-monta-num-chunks 2",

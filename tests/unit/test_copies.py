@@ -10,26 +10,26 @@ from stream_recorder import Recorder
 from test_stream_safety import make_exchange, make_inputs
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.exchange.copies import Copies, Parts, find_copies
-from monta_megatron.exchange.counts import expert_ids_of
+from monta_megatron.chains.stages import Parts
+from monta_megatron.exchange.copies import Copies, PartBounds, find_copies
 from monta_megatron.exchange.executor import dispatch
+from monta_megatron.exchange.expert_lists import expert_ids_of
 
 # 256 experts on two nodes of 8 ranks.
 LAYOUT = dataclasses.replace(LAYOUTS[16, 1], num_local_experts=16)
 
 
-def found_copies(ids: torch.Tensor, parts: ExpertRange, num_copies: int) -> Copies:
+def found_copies(ids: torch.Tensor, parts: Parts, num_copies: int) -> Copies:
     copies = Copies.empty(len(ids), num_copies, parts, ids.device)
     copies.row.fill_(-1)
-    find_copies(ids, Parts.of(parts, len(ids) + 3, num_copies + 2, ids), copies)
+    find_copies(ids, PartBounds.of(parts, len(ids) + 3, num_copies + 2, ids), copies)
     return copies
 
 
 def test_by_hand() -> None:
     """The example of `find_copies`."""
     ids = torch.tensor([[1, 4, 5], [0, 5, 8]], dtype=torch.int32)
-    copies = found_copies(ids, ExpertRange(first=0, size=4, num_parts=2), num_copies=4)
+    copies = found_copies(ids, Parts(first=0, size=4, num_parts=2), num_copies=4)
     assert copies.row.tolist() == [0, 1, 0, 1]
     assert copies.by_row.tolist() == [0, 2, 1, 3]
     assert copies.row_starts.tolist() == [0, 2, 4]
@@ -37,14 +37,14 @@ def test_by_hand() -> None:
     copies_of_rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=torch.bfloat16)
     assert copies.sum_by_row(copies_of_rows, torch.float32).tolist() == [[5.0], [10.0]]
     # One copy for every expert of 4 to 7.
-    by_expert = found_copies(ids, ExpertRange(first=4, size=1, num_parts=4), num_copies=3)
+    by_expert = found_copies(ids, Parts(first=4, size=1, num_parts=4), num_copies=3)
     assert by_expert.place is not None
     assert by_expert.row.tolist() == [0, 0, 1] and by_expert.place.tolist() == [1, 2, 1]
     assert ids[by_expert.row, by_expert.place].tolist() == [4, 5, 5]
 
 
 def test_no_rows_and_no_copies() -> None:
-    parts = ExpertRange(first=4, size=1, num_parts=4)
+    parts = Parts(first=4, size=1, num_parts=4)
     none = found_copies(torch.empty(0, 3, dtype=torch.int32), parts, num_copies=0)
     assert none.row_starts.tolist() == [0]
     elsewhere = found_copies(torch.tensor([[0, 1, 3], [2, 8, 8]]), parts, num_copies=0)
@@ -56,7 +56,7 @@ def test_no_rows_and_no_copies() -> None:
 def test_against_a_loop(size: int, padded: bool) -> None:
     routed = routing_map(50, 64, padded)
     width = int(routed.sum(dim=1).max())
-    parts = ExpertRange(first=16, size=size, num_parts=32 // size)
+    parts = Parts(first=16, size=size, num_parts=32 // size)
     # [T, P] whether a token has an expert in a part
     here = routed[:, 16:48].unflatten(1, (-1, size)).any(dim=2).tolist()
     of_parts = [(part, row) for part in range(32 // size) for row in range(50) if here[row][part]]

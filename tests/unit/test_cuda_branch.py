@@ -31,11 +31,13 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.stages import Permute
 from monta_megatron.exchange import operations as torch_operations
-from monta_megatron.exchange.buffers import Buffers, Columns
+from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.collectives import peer_groups, start_all_gather
-from monta_megatron.exchange.counts import CountTable, expert_ids_of
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
+from monta_megatron.exchange.expert_lists import expert_ids_of
+from monta_megatron.exchange.memory import Columns
 
 HIDDEN = 32
 NUM_BLOCKS = 6
@@ -67,13 +69,13 @@ def make_exchange(
     """A micro-batch's exchange, and its routing map on the host."""
     chain, layout = CHAINS[chain_name], LAYOUTS[ep, etp]
     blocks = num_counted_blocks([chain], NUM_BLOCKS)
-    count_table = CountTable(chains=(chain,), layout=layout, num_blocks=blocks)
-    copied, routed = exchanged_counts(count_table, padded)
-    gathered = count_table.read(copied.numpy())
+    count_messages = CountMessages(chains=(chain,), layout=layout, num_blocks=blocks)
+    copied, routed = exchanged_counts(count_messages, padded)
+    gathered = count_messages.read(copied.numpy())
     counts = gathered.permuted_tokens if chain.rows == "permuted tokens" else gathered.tokens
     assert counts is not None
     exchange = Exchange(
-        bound=chain.bind(layout, counts, 1 if chain.serial else NUM_CHUNKS),
+        bound_chain=chain.bind(layout, counts, 1 if chain.serial else NUM_CHUNKS),
         groups=peer_groups([chain], layout, megatron_groups(layout)),
         sum_dtype=torch.float32,
         monitor=device.recorder.monitor,
@@ -85,7 +87,7 @@ def make_exchange(
 
 def source_lanes(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> Columns:
     """The columns that dispatch is given."""
-    num_rows = int(exchange.bound.num_source_rows)
+    num_rows = int(exchange.bound_chain.num_source_rows)
     rows = torch.empty(num_rows, HIDDEN, dtype=dtype, device="cuda")
     if not exchange.max_experts_per_token:
         return Columns(rows=rows, probs=torch.empty(num_rows, device="cuda"))
@@ -103,14 +105,14 @@ def dispatch_program(exchange: Exchange, dtype: torch.dtype) -> Program:
     row = RowFormat(HIDDEN, dtype.itemsize, 4, 4)
     policy: Policy = "fused" if exchange.fused else "streams"
     width = exchange.max_experts_per_token
-    return lower(exchange.bound, DISPATCH, row, width, policy).program
+    return lower(exchange.bound_chain, DISPATCH, row, width, policy).program
 
 
 def run_layer(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> None:
     """All four passes, and what they leave behind."""
     source = source_lanes(exchange, routed, dtype)
     assert source.probs is not None
-    num_expert_rows = int(exchange.bound.num_expert_rows)
+    num_expert_rows = int(exchange.bound_chain.num_expert_rows)
     expert = run(exchange, DISPATCH, source)
     expect(expert.rows, (num_expert_rows, HIDDEN), dtype)
     expect(expert.probs, (num_expert_rows,), torch.float32)
@@ -146,7 +148,7 @@ def test_the_host_waits_for_nothing(
     assert ("to_experts" in kinds) == (fused and CHAINS[chain_name].rows == "tokens")
     if exchange.max_experts_per_token:
         assert (exchange.max_experts_per_token > 2 * TOPK) == padded
-    stages = exchange.bound.stages
+    stages = exchange.bound_chain.stages
     with device:
         run_layer(exchange, routed, dtype)
         del exchange, routed

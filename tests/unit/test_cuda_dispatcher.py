@@ -29,7 +29,7 @@ from stream_recorder import RecordedStream
 from monta_megatron import plan
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
-from monta_megatron.integration import counts, dispatcher, planning
+from monta_megatron.integration import count_sources, dispatcher, planning
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import planner_for
@@ -38,8 +38,8 @@ from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.price import lower_expected
 
 LAYOUT = LAYOUTS[16, 1]
-COPY = "integration.counts.copy_to_host"
-WAIT = "integration.counts.read"
+COPY = "integration.count_sources.copy_to_host"
+WAIT = "integration.count_sources.read"
 ROW_INDICES = "exchange.exchange._row_indices"
 
 
@@ -56,7 +56,7 @@ def a_layer(
     """A dispatcher on a device, and its routing map on the host."""
     with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
         made = make_dispatcher(chain_name, router_dtype=router_dtype)
-        copied, routed = exchanged_counts(made._counts.count_table)
+        copied, routed = exchanged_counts(made._counts.count_messages)
         device = FakeDevice(listed=[COPY, WAIT, ROW_INDICES], host_values=copied.numpy())
         made.monitor = device.recorder.monitor
         made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")
@@ -85,7 +85,7 @@ def forward(
 def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None:
     with a_layer(chain_name) as (made, routed, device):
         forward(made, routed)
-        made.exchange_counts = None
+        made.joined_counts = None
     of_counts = [each for each in device.crossings if not each.startswith(ROW_INDICES)]
     assert of_counts == [
         f"{COPY} copies to the host",
@@ -109,7 +109,7 @@ def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> 
     exchange = combine.call_args.args[0]
     planned = planner_for(Options(), made.config, made.setup.layout, permuted_only=False)
     assert planned.shape is not None
-    row = lower_expected(planned.shape, exchange.bound, COMBINE, "streams").program.row
+    row = lower_expected(planned.shape, exchange.bound_chain, COMBINE, "streams").program.row
     sum_dtype = torch.float64 if CHAINS[chain_name].rows == "permuted tokens" else torch.float32
     assert (row.prob_bytes, row.sum_bytes) == (8, sum_dtype.itemsize)
     assert exchange.sum_dtype == sum_dtype
@@ -167,7 +167,7 @@ def test_a_copy_that_stops_the_host_is_found(move: Any, message: str) -> None:
         pytest.raises(HostWaitsError, match=message),
         a_layer("hierarchical_alltoall") as (made, routed, _),
         mock.patch.object(
-            counts, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
+            count_sources, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
         ),
     ):
         forward(made, routed)
@@ -187,7 +187,7 @@ def test_counts_that_are_not_held_for_their_copy_are_found() -> None:
         return stock.maybe_move_tensor_to_cpu(tensor)
 
     with a_layer("hierarchical_alltoall") as (made, routed, device):
-        with mock.patch.object(counts, "maybe_move_tensor_to_cpu", move):
+        with mock.patch.object(count_sources, "maybe_move_tensor_to_cpu", move):
             forward(made, routed)
-        made.exchange_counts = None
+        made.joined_counts = None
     assert {each.kind for each in device.recorder.findings} == {"reuse"}

@@ -62,7 +62,7 @@ def test_torch_says_how_it_starts_collectives() -> None:
 
 
 def test_launch_order(monkeypatch: Any, capsys: Any) -> None:
-    """Set and said where NCCL orders and still overlaps; never over what the user has set."""
+    """Set where NCCL orders and still overlaps, said either way; the user's value is kept."""
     monkeypatch.setenv(NAMES[1], "0")
     assert launch_order.set_launch_order() is None
     for nccl, cuda, says in (
@@ -75,4 +75,7 @@ def test_launch_order(monkeypatch: Any, capsys: Any) -> None:
         assert says in " ".join(finding.found for finding in examine().findings)
         arguments.check_config(SimpleNamespace(num_moe_experts=8))
         assert os.environ.setdefault(NAMES[1], "not set") == ("1" if "sets" in says else "not set")
-    assert capsys.readouterr().out.count(f"monta: {NAMES[1]}=1 set") == 1
+    out = capsys.readouterr().out
+    assert out.count(f"monta: {NAMES[1]}=1 set") == 1
+    for version in ("NCCL 2.25.1", "CUDA 12.2"):
+        assert out.count(f"monta: {NAMES[1]} is not set: {version}") == 1

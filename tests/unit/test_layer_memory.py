@@ -132,7 +132,7 @@ def peak_bytes(
             output = run_pipeline(chunks, rows * 1, probs * 1, ids, experts)
         else:
             expert_rows, expert_probs = dispatch(whole, rows * 1, probs * 1, ids)
-            counts = torch.from_numpy(whole.bound.rows_per_local_expert)
+            counts = torch.from_numpy(whole.bound_chain.rows_per_local_expert)
             output = combine(whole, experts(expert_rows, counts, expert_probs))
             del expert_rows, expert_probs
         (output * 2).sum().backward()
@@ -145,7 +145,7 @@ def chunk_bytes(chain_name: str, layout_name: str) -> int:
     layout = LAYOUTS[layout_name]
     routing_map = ROUTING.map(layout.num_experts)
     exchange = make_exchange(CHAINS[chain_name], layout, routing_map, NUM_CHUNKS, Recorder())
-    return max(exchange.bound.rows_at[-1]) * HIDDEN * 4
+    return max(exchange.bound_chain.rows_at[-1]) * HIDDEN * 4
 
 
 @pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)

@@ -10,8 +10,8 @@ import torch
 from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.core import Layout
 from monta_megatron.exchange import pipeline
-from monta_megatron.exchange.counts import expert_ids_of
 from monta_megatron.exchange.exchange import Exchange
+from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
 
@@ -35,7 +35,7 @@ def exchanges(routing_map: torch.Tensor, num_chunks: int) -> list[Exchange]:
     ends = [BLOCKS * chunk // num_chunks for chunk in range(num_chunks + 1)]
     return [
         Exchange(
-            bound=CHAINS["allgather"].bind(LAYOUT, counts.of_blocks(*bounds), 1),
+            bound_chain=CHAINS["allgather"].bind(LAYOUT, counts.of_blocks(*bounds), 1),
             groups={},
             sum_dtype=torch.float32,
             monitor=Monitor(),
@@ -132,17 +132,17 @@ def steps_of(monkeypatch: pytest.MonkeyPatch, **experts: Any) -> list[str]:
     """What happens to 3 chunks, such as "dispatch 0 starts"."""
     steps: list[str] = []
     of_pipeline = pipeline._Pipeline
-    start, finish = of_pipeline.start, of_pipeline.finish
+    start, finish = of_pipeline._start, of_pipeline.finish
 
-    def starting(self: Any, pass_: Any, chunk: int, *columns: Any) -> None:
+    def starting(self: Any, pass_: Any, chunk: int, execution: Any) -> None:
         steps.append(f"{pass_.name} {chunk} starts")
-        start(self, pass_, chunk, *columns)
+        start(self, pass_, chunk, execution)
 
     def finishing(self: Any, pass_: Any, chunk: int) -> Any:
         steps.append(f"{pass_.name} {chunk} ends")
         return finish(self, pass_, chunk)
 
-    monkeypatch.setattr(of_pipeline, "start", starting)
+    monkeypatch.setattr(of_pipeline, "_start", starting)
     monkeypatch.setattr(of_pipeline, "finish", finishing)
     original = Gated.forward
 

@@ -16,8 +16,9 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
 from monta_megatron.integration import auto
-from monta_megatron.integration.auto import AutoChoice
+from monta_megatron.integration.auto import AutoChooser
 from monta_megatron.integration.optimizer_steps import call_at_steps
+from monta_megatron.planner.tuning import Tuner
 
 T = TypeVar("T")
 called: list[Any] = []
@@ -104,16 +105,16 @@ def test_steps() -> None:
 
 
 def test_an_optimizer_that_comes_later_takes_up_the_count() -> None:
-    """Two that take turns make one step; a wrapper that is made anew goes on from there."""
+    """Two that alternate make one step; a wrapper that is made anew goes on from there."""
     unused: Any = SimpleNamespace()
     ranks = {"get_process_group_ranks": lambda _: [0], "get_rank": lambda: 0}
     alone = SimpleNamespace(**ranks, get_group_rank=lambda *_: 0)
     with mock.patch.object(auto, "dist", alone):
-        chooser = AutoChoice(unused, 6, False, {}, unused, unused)
+        chooser = AutoChooser(Tuner(planner=unused, num_steps=6, report=print), False, {}, unused)
     first, second, later = of_torch(), of_torch(), of_torch()
     for optimizer in (first, second, first, second, first, second):
         chooser.enter_step(optimizer)
-    assert chooser.step == 3
+    assert chooser.tuner.step == 3
     for optimizer in (later, later, later):
         chooser.enter_step(optimizer)
-    assert chooser.step == 5
+    assert chooser.tuner.step == 5

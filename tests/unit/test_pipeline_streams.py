@@ -23,8 +23,8 @@ from test_stream_safety import (
 from monta_megatron.chains import CHAINS, Chain, TokenCounts
 from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.core import Layout
-from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.exchange import Exchange
+from monta_megatron.exchange.memory import Memory
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
 
@@ -45,7 +45,7 @@ def exchanges_of(
     assert isinstance(counts, TokenCounts)
     return [
         Exchange(
-            bound=chain.bind(layout, counts.of_blocks(*bounds), 1),
+            bound_chain=chain.bind(layout, counts.of_blocks(*bounds), 1),
             groups=groups_of(layout),
             sum_dtype=torch.float32,
             monitor=monitor,
@@ -116,7 +116,7 @@ def test_every_access_is_ordered_and_memory_lives_long_enough(
 def test_memory_that_is_made_when_it_is_written_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Buffers, "_reserve", lambda buffers, plan: None)
+    monkeypatch.setattr(Memory, "reserve", lambda memory: None)
     recorder = Record("hierarchical_alltoall", "ep4", 3).recorder
     assert {finding.kind for finding in recorder.findings} == {"reuse"}
 

@@ -26,7 +26,7 @@ def build(reports: bool = True) -> None:
     groups = SimpleNamespace(tp_ep=None)
     with (
         mock.patch.object(dispatcher, "MontaTokenDispatcher", side_effect=ValueError(REASON)),
-        mock.patch("monta_megatron.integration.ranks.reports_for_stage", return_value=reports),
+        mock.patch("monta_megatron.integration.layer.reports_for_stage", return_value=reports),
     ):
         build_with_monta(construct, layer, config, pg_collection=groups)
 

@@ -26,7 +26,7 @@ from monta_megatron.core import Layout
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
 from monta_megatron.exchange.buffers import Buffers
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.streams import CudaStreams, Ready
@@ -79,10 +79,10 @@ def count(
         sent = routing_map.sum(dim=0).view(layout.ep, layout.num_local_experts)
         received = sent[layout.rank // layout.etp].expand(layout.etp, layout.ep, -1)
         return Counts(sent=sent.numpy(), received=received.numpy()), 0
-    count_table = CountTable(chains=(chain,), layout=layout, num_blocks=NUM_BLOCKS)
-    messages, sent = count_table.count(routing_map)
+    count_messages = CountMessages(chains=(chain,), layout=layout, num_blocks=NUM_BLOCKS)
+    messages, sent = count_messages.count(routing_map)
     received = messages[layout.rank].expand_as(messages)
-    exchanged = count_table.read(count_table.join(received, sent).numpy())
+    exchanged = count_messages.read(count_messages.join(received, sent).numpy())
     assert exchanged.tokens is not None
     return exchanged.tokens, exchanged.max_experts_per_token
 
@@ -97,7 +97,7 @@ def make_exchange(
 ) -> Exchange:
     counts, width = count(chain, layout, routing_map)
     return Exchange(
-        bound=chain.bind(layout, counts, 1 if chain.serial else num_chunks),
+        bound_chain=chain.bind(layout, counts, 1 if chain.serial else num_chunks),
         groups=groups_of(layout),
         sum_dtype=torch.float32,
         monitor=recorder.monitor,
@@ -111,11 +111,11 @@ def make_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Rows, probabilities and, in an exchange of tokens, lists of experts."""
     width = exchange.max_experts_per_token
-    num_rows = int(exchange.bound.num_source_rows)
+    num_rows = int(exchange.bound_chain.num_source_rows)
     probs = torch.ones(num_rows, width) if width else torch.ones(num_rows)
     ids = None
     if width:
-        num_experts = exchange.bound.layout.num_experts
+        num_experts = exchange.bound_chain.layout.num_experts
         numbers = torch.arange(num_experts).expand_as(routing_map)
         numbers = torch.where(routing_map, numbers, num_experts)
         ids = numbers.sort(dim=1).values[:, :width].int()
@@ -440,7 +440,7 @@ def test_as_many_messages_are_sent_as_are_priced(
     row = RowFormat(hidden_size=HIDDEN, value_bytes=4, prob_bytes=4, sum_bytes=4)
     priced: Counter[tuple[str, str]] = Counter()
     for way in FORWARD_BACKWARD:
-        bound = lower(exchange.bound, way, row, PLAIN.topk)
+        bound = lower(exchange.bound_chain, way, row, PLAIN.topk)
         for operation in bound.program.operations:
             if operation.kind in ("alltoall", "allgather"):
                 message = bound.program.buffers[operation.writes[0]]
@@ -463,7 +463,9 @@ def test_messages_are_contiguous_whatever_the_gradients(
     layout = dataclasses.replace(LAYOUTS[layout_name], num_local_experts=num_local_experts)
     routing_map = Routing(num_tokens=23, topk=2).map(layout.num_experts)
     exchange = make_exchange(CHAINS[chain_name], layout, routing_map, 2, Recorder())
-    expert_outputs = torch.ones(int(exchange.bound.num_expert_rows), HIDDEN, requires_grad=True)
+    expert_outputs = torch.ones(
+        int(exchange.bound_chain.num_expert_rows), HIDDEN, requires_grad=True
+    )
     with (
         mock.patch.object(operations, "start_all_to_all", start),
         mock.patch.object(operations, "start_all_gather", start),

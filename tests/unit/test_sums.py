@@ -5,7 +5,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from monta_megatron.exchange.sums import sum_parts, sum_rows
+from monta_megatron.exchange.sums import sum_ranks, sum_rows
 
 # From small to large and back: added in another order, most sums have other bits.
 SCALES = (1e-8, 1.0, 1e8, -1e8, 1e-40, 3e7, 1e-3, -1.0, 1e5)
@@ -41,14 +41,14 @@ def test_rows_are_added_in_their_order(hidden_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "num_parts, parts_per_sum", [(1, 1), (4, 4), (5, 5), (8, 8), (9, 3), (8, 2)]
+    "num_parts, ranks_per_sum", [(1, 1), (4, 4), (5, 5), (8, 8), (9, 3), (8, 2)]
 )
-def test_parts_are_added_in_the_order_of_ranks(num_parts: int, parts_per_sum: int) -> None:
+def test_parts_are_added_in_the_order_of_ranks(num_parts: int, ranks_per_sum: int) -> None:
     parts = terms(num_parts * 3, 72)
     total = torch.empty(3, 72)
-    sum_parts(total, parts, torch.float32, parts_per_sum)
+    sum_ranks(total, parts, torch.float32, ranks_per_sum)
     # [P, N, H] -> sums of adjacent parts -> their sum
-    by_rank = parts.view(num_parts // parts_per_sum, parts_per_sum, 3, 72).numpy()
+    by_rank = parts.view(num_parts // ranks_per_sum, ranks_per_sum, 3, 72).numpy()
     assert_same_bits(total, added(np.stack([added(group) for group in by_rank])))
 
 

@@ -16,7 +16,7 @@ from stream_recorder import RecordedWork
 from test_cuda_branch import ROW_INDICES, make_exchange, source_lanes
 
 from monta_megatron.chains.program import DISPATCH
-from monta_megatron.exchange import counts, streams, time_limit
+from monta_megatron.exchange import errors, streams, time_limit
 from monta_megatron.exchange.errors import UNDER_WAY, versions
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.time_limit import TimeLimit
@@ -123,11 +123,11 @@ def test_nothing_is_said_or_held_of_passes_that_end(nccl: Nccl) -> None:
 @pytest.mark.usefixtures("no_thread")
 def test_what_the_host_waits_for_is_said(nccl: Nccl) -> None:
     assert dist.group.WORLD is not None
-    with counts.naming_failure("dispatch: chain alltoall, exchange of counts", dist.group.WORLD):
+    with errors.naming_failure("exchange of counts: chain alltoall", dist.group.WORLD):
         assert nccl.time_limit.late(time.monotonic()) is None
         text = nccl.time_limit.late(time.monotonic() + 0.91 * LIMIT_S)
     assert text is not None
-    assert text.startswith("dispatch: chain alltoall, exchange of counts, group tp_ep (rank 13 of ")
+    assert text.startswith("exchange of counts: chain alltoall, group tp_ep (rank 13 of ")
     assert text.endswith(f"time limit is 600 s\nno pass is under way; {versions()}")
     assert nccl.time_limit.late(time.monotonic() + LIMIT_S) is None
 

@@ -109,6 +109,36 @@ def test_every_patch_is_a_function() -> None:
     assert lines and set(lines) == {"True"}
 
 
+def test_the_list_of_changes_to_megatron_is_complete() -> None:
+    """Every function of ours that stands in a module or class of Megatron's is in the list."""
+    code = """
+        import contextlib, importlib, sys, monta_megatron
+        from monta_megatron.integration import experts, optimizer_steps, registration
+        monta_megatron.register()
+        import megatron.core.optimizer
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        for name, _ in registration.PATCHES:
+            # Which of the modules there are depends on the release.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        optimizer_steps.call_at_steps(print)
+        experts._patch_layer(MoELayer)
+        ours = set()
+        for module in [each for name, each in sys.modules.items() if name.startswith("megatron.")]:
+            owners = [module, *(each for each in vars(module).values() if isinstance(each, type))]
+            for owner in owners:
+                for name, value in list(vars(owner).items()):
+                    written = getattr(getattr(value, "__func__", value), "__code__", None)
+                    if written and "monta_megatron/integration" in written.co_filename:
+                        ours.add(name)
+        print(sorted(ours), [name for name in ours if name not in registration.__doc__])
+    """
+    changed = (
+        "['__call__', '__init__', '__init_subclass__', '__post_init__', 'routed_experts_compute'"
+    )
+    assert succeeds(code) == f"{changed}, 'should_free_input', 'step', 'validate_args'] []"
+
+
 def broken_megatron(folder: Path) -> str:
     """A folder whose `megatron` cannot be imported."""
     package = folder / "megatron" / "core"

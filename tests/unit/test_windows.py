@@ -1,4 +1,4 @@
-"""Windows of layers that share an exchange, and of models that come one after the other."""
+"""Tuning windows of layers that share an exchange, and of models that come one after the other."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from monta_megatron.integration import auto
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.cluster_file import uncalibrated
 from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.tuning import TIME_LAG, Tuner
 
 LAYOUT = Layout(ep=2, etp=1, num_local_experts=2, rank=0, nodes=(0, 1))
 SHAPE = Shape(
@@ -27,12 +28,14 @@ SHAPE = Shape(
     tokens_per_rank=1,
 )
 # Of two ranks that say the same.
-COUNTS: Any = SimpleNamespace(heads=np.zeros(2, np.int64), max_tokens=64, busiest_over_mean=None)
+ZEROS = np.zeros(2, np.int64)
+COUNTS: Any = SimpleNamespace(tags=ZEROS, max_tokens=64, received_rows=ZEROS)
 TUNE_STEPS = 6
+said: list[str] = []
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChoice]:
+def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChooser]:
     """Choices of two shapes on one exchange."""
     monkeypatch.setattr(auto, "_shared", {})
     monkeypatch.setattr(auto, "is_usable", lambda _: True)
@@ -47,13 +50,16 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChoice]:
     )
     group: Any = SimpleNamespace()
     for name in ("first", "second"):
-        auto._shared[name,] = auto.AutoChoice(
-            planner, TUNE_STEPS, False, {"shape": name}, group, False
+        auto._shared[name,] = auto.AutoChooser(
+            Tuner(planner=planner, num_steps=TUNE_STEPS, report=said.append),
+            False,
+            {"shape": name},
+            group,
         )
-    return auto.choosers()
+    return auto.shared_choosers()
 
 
-def train(step_of: torch.optim.Optimizer, *used: auto.AutoChoice) -> None:
+def train(step_of: torch.optim.Optimizer, *used: auto.AutoChooser) -> None:
     """An iteration with a micro-batch of each."""
     for chooser in used:
         assert chooser.choose(COUNTS, True, torch.device("cpu")) is not None
@@ -64,29 +70,29 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 
 
-def test_layers_of_two_shapes_take_turns_one_after_the_other(two: list[auto.AutoChoice]) -> None:
+def test_layers_of_two_shapes_are_tuned_one_after_the_other(two: list[auto.AutoChooser]) -> None:
     first, second = two
-    step_of, measuring = optimizer(), []
+    step_of, tuning = optimizer(), []
     for _ in range(2 * TUNE_STEPS + 4):
         train(step_of, first, second)
-        measuring.append((first.is_measuring, second.is_measuring))
-    assert not any(all(each) for each in measuring)
-    assert first.window is not None and second.window is not None
-    assert (first.window.first, second.window.first) == (0, TUNE_STEPS + auto.LATE)
+        tuning.append((first.tuner.is_open, second.tuner.is_open))
+    assert not any(all(each) for each in tuning)
+    assert first.tuner.window is not None and second.tuner.window is not None
+    assert (first.tuner.window.first, second.tuner.window.first) == (0, TUNE_STEPS + TIME_LAG)
 
 
-def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChoice]) -> None:
+def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChooser]) -> None:
     """Its layers may be there still, on some ranks: the other ranks open the window now."""
     dropped, model = two
     step_of = optimizer()
     train(step_of, dropped)
     for _ in range(2):
-        assert dropped.is_measuring
+        assert dropped.tuner.is_open
         train(step_of, model)
-    assert model.window is not None and model.window.first == 2
+    assert model.tuner.window is not None and model.tuner.window.first == 2
 
 
-def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChoice]) -> None:
+def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChooser]) -> None:
     """An actor and a critic of one shape, whose optimizers step one after the other."""
     shared, _ = two
     actor, critic = optimizer(), optimizer()
@@ -97,14 +103,14 @@ def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChoice]
             # A rollout.
             next(clock), next(clock)
             train(actor, shared)
-    # Of two segments, 1 ms each.
-    assert shared.step == 3 and shared._ticks == (2, 2_000 // auto.TICK_US)
+    # The head of step 3 has the time of step 1, of two segments of 1 ms each.
+    assert shared.tuner.step == 3 and shared.tag & auto.MOST_TICKS == 2_000 // auto.TICK_US
 
 
-def test_a_first_turn_is_announced_once(two: list[auto.AutoChoice]) -> None:
+def test_a_first_trial_is_announced_once(two: list[auto.AutoChooser]) -> None:
     """Though the steps of other layers' optimizers come before its exchanges."""
-    shared, said = two[0], list[str]()
-    shared._report = said.append  # type: ignore[assignment]
+    shared = two[0]
+    said.clear()
     train(optimizer(), shared)
     others = optimizer()
     for _ in range(TUNE_STEPS - 1):

@@ -24,11 +24,11 @@ from monta_megatron.calibration.tasks import (
 from monta_megatron.chains import CHAINS, Counts
 from monta_megatron.chains.program import COLLECTIVES, Resource
 from monta_megatron.core import Layout
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
 from monta_megatron.exchange.copies import Copies, copy_rows
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
+from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.monitor import Monitor
 
 # Starts an operation; the function that it returns waits for the result.
@@ -87,7 +87,7 @@ def _copy(num_rows: int, device: torch.device, fused: bool) -> Callable[[], torc
             from monta_megatron.exchange.kernels.duplicate import duplicate
 
             copies = Copies(row=order_N, by_row=order_N, row_starts=order_N)
-            duplicate(Columns(rows_NH), copies, Columns(into_NH), launches)
+            duplicate(Columns(rows_NH), copies, Columns(into_NH), launches=launches)
         else:
             copy_rows(into_NH, rows_NH, order_N)
         return into_NH
@@ -136,7 +136,7 @@ def _passes(num_chunks: int, alone: PeerGroup, device: torch.device, fused: bool
 
     def start() -> Callable[[], object]:
         exchange = Exchange(
-            bound=chain.bind(layout, Counts(sent=sent, received=sent[None]), num_chunks),
+            bound_chain=chain.bind(layout, Counts(sent=sent, received=sent[None]), num_chunks),
             groups=dict.fromkeys(chain.groups, alone),
             sum_dtype=torch.float32,
             monitor=Monitor(),

@@ -4,8 +4,6 @@
 
 It wins where few ranks share the experts and top-k is close to their number, so that most tokens
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
-
-Notation: C = number of chunks, S = source ranks.
 """
 
 from monta_megatron.chains.chain import Chain, ChainCounts

@@ -7,8 +7,6 @@ copies of the chunk before that run alongside both (arXiv 2411.00662; here in fo
 At ETP = 1 it is a chunked AllToAll. A row is a permuted token, so a token may cross the network
 once for each of its experts.
 
-Notation: C = number of chunks, T = ETP ranks, E = EP ranks, L = local experts of each.
-
 Order of rows (ETP rank t, source EP rank e, local expert l; r: the tokens of one (t, e, l)):
 
     source side       (e = this rank)   expert-major: Megatron's own permutation
@@ -38,7 +36,7 @@ from monta_megatron.chains.stages import (
 from monta_megatron.core import Layout
 
 PACK = Permute(name="pack")
-EXCHANGE = AllToAll(name="alltoall", group="ep")
+EP_ALLTOALL = AllToAll(name="alltoall", group="ep")
 GATHER = AllGather(name="allgather", group="etp")
 ORDER = Permute(name="order")
 
@@ -82,7 +80,7 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     expert_rows_C1 = gathered_CT.sum(axis=1)[:, None]
     return (
         BoundStage(stage=PACK, send=source_rows_C1, receive=source_rows_C1, segments=packed),
-        BoundStage(stage=EXCHANGE, send=sent_CEL.sum(axis=2), receive=arrived_CE),
+        BoundStage(stage=EP_ALLTOALL, send=sent_CEL.sum(axis=2), receive=arrived_CE),
         bind_gather(GATHER, gathered_CT, etp_rank),
         BoundStage(stage=ORDER, send=expert_rows_C1, receive=expert_rows_C1, segments=ordered),
     )
@@ -91,6 +89,6 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
 ALLTOALL_ALLGATHER = Chain(
     name="alltoall_allgather",
     rows="permuted tokens",
-    stages=(PACK, EXCHANGE, GATHER, ORDER),
+    stages=(PACK, EP_ALLTOALL, GATHER, ORDER),
     bind_stages=bind_stages,
 )

@@ -4,27 +4,24 @@
 
 It wins where EP lies on one node and top-k > 1 (Occult, arXiv 2505.13345). Its transpose carries
 one partial sum per (token, rank): one hop.
-
-Notation: C = number of chunks, E = EP ranks.
 """
 
 from monta_megatron.chains.chain import Chain, ChainCounts
 from monta_megatron.chains.counts import TokenCounts
-from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
+from monta_megatron.chains.stages import AllToAll, BoundStage, Parts
 from monta_megatron.chains.token_stages import (
     ORDER,
     SPLIT,
     TO_EXPERTS,
     TO_RANKS,
     arrival,
-    bind_copies,
     bind_experts,
     bind_split,
     by_chunk,
 )
 from monta_megatron.core import Layout
 
-EXCHANGE = AllToAll(name="alltoall", group="ep")
+EP_ALLTOALL = AllToAll(name="alltoall", group="ep")
 
 
 def incompatibility(layout: Layout) -> str | None:
@@ -44,20 +41,20 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     split = bind_split(layout, counts, num_chunks)
     sent_CE = by_chunk(counts.sent_to_ranks, num_chunks, axis=0)
     received_CE = by_chunk(counts.for_rank, num_chunks, axis=1).T
-    parts = ExpertRange(first=0, size=layout.num_local_experts, num_parts=layout.ep)
-    exchange = BoundStage(stage=EXCHANGE, send=sent_CE, receive=received_CE)
+    parts = Parts(first=0, size=layout.num_local_experts, num_parts=layout.ep)
+    alltoall = BoundStage(stage=EP_ALLTOALL, send=sent_CE, receive=received_CE)
     return (
         split,
-        bind_copies(TO_RANKS, split.receive[:, 0], sent_CE, parts),
-        exchange,
-        *bind_experts(layout, counts, exchange, arrival(layout.ep, layout.etp)),
+        BoundStage(stage=TO_RANKS, send=split.receive, receive=sent_CE, parts=parts),
+        alltoall,
+        *bind_experts(layout, counts, alltoall, arrival(layout.ep, layout.etp)),
     )
 
 
 ALLTOALL_DEDUP = Chain(
     name="alltoall_dedup",
     rows="tokens",
-    stages=(SPLIT, TO_RANKS, EXCHANGE, TO_EXPERTS, ORDER),
+    stages=(SPLIT, TO_RANKS, EP_ALLTOALL, TO_EXPERTS, ORDER),
     bind_stages=bind_stages,
     incompatibility=incompatibility,
 )

@@ -4,18 +4,17 @@ Dispatch applies the chain to the rows, and combine applies its transpose; the b
 dispatch is the transpose again, and that of combine the chain. So one description serves all four
 passes. A chunk is a run of each rank's token blocks, or, where rows are permuted tokens, a share of
 every expert's rows; every chunk scatters its rows into stock's order. No torch.
-
-Notation: C = number of chunks, B = number of token blocks, L = local experts per EP rank.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monta_megatron.chains.counts import Counts, TokenCounts
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,
@@ -29,7 +28,7 @@ from monta_megatron.core import GroupName, Layout
 
 
 def split(rows: RowCounts, num_chunks: int) -> RowCounts:
-    """Split every count into `num_chunks` parts: equal ones, and a last one of half their size.
+    """Split every count into `num_chunks` shares: equal ones, and a last one of half their size.
 
     Each source's rows for each expert are split separately, so a chunk holds the same share of all
     of them, and every rank knows every split from the counts alone. The remainders of neighbouring
@@ -52,7 +51,7 @@ def split(rows: RowCounts, num_chunks: int) -> RowCounts:
     return np.minimum((steps * rows + np.arange(rows.shape[-1]) % halves) // halves, rows)
 
 
-# Least number of token blocks to count for several chunks; a chunk consists of whole blocks.
+# Tokens are counted in at least this many blocks for several chunks, which consist of whole blocks.
 NUM_BLOCKS = 8
 
 
@@ -75,37 +74,26 @@ def starts_of(lengths: RowCounts) -> RowCounts:
 
 
 Rows: TypeAlias = Literal["permuted tokens", "tokens"]
-# (pipeline offsets of the stages, C) -> (stage, iteration) in the order of issue. It is always
-# `order_of_issue`, except in benchmarks/ablation.py.
+# What a chain is bound to, by its `rows`.
+ChainCounts: TypeAlias = Counts | TokenCounts
+# An order of issue: always `order_of_issue`, except in benchmarks/ablation.py.
 Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
 
 
-class ChainCounts(Protocol):
-    """Counts that a chain is bound to: `Counts` or `TokenCounts`, by its `rows`."""
-
-    def check_chunks(self, num_chunks: int) -> None:
-        """Check that the rows can be split into this many chunks; raises ValueError."""
-
-    def num_source_rows(self, rank: int) -> float:
-        """Rows of a rank on the source side; an integer at run time."""
-
-    def rows_per_local_expert(self, stages: "Sequence[BoundStage]") -> RowCounts:
-        """[L] rows on the expert side of the bound stages."""
-
-
 def order_of_issue(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
-    """(stage, chunk) in the order of issue, which is the same on every rank.
+    """(index of a stage in the pass, iteration) in the order of issue, the same on every rank.
 
-    Stage s of chunk c is issued in step c + offsets[s]; within a step, stages go in order.
+    Iteration i works on the i-th chunk of the pass. Its stage `at` is issued in pipeline step
+    i + offsets[at]; within a step, stages go in order.
 
     Args:
         offsets: steps by which each stage of a pass trails the first; see `pipeline_offsets`.
-        num_chunks: C; chunks are numbered in the order of the pass.
+        num_chunks: C.
     """
     return [
-        (position, step - offset)
+        (at, step - offset)
         for step in range(num_chunks + offsets[-1])
-        for position, offset in enumerate(offsets)
+        for at, offset in enumerate(offsets)
         if 0 <= step - offset < num_chunks
     ]
 
@@ -133,9 +121,9 @@ class Chain:
     serial: bool = False
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """Parts that the chain copies tokens for, in order: "node", "rank", "expert"."""
-        return tuple(stage.part for stage in self.stages if isinstance(stage, Duplicate))
+    def copies_per(self) -> tuple[str, ...]:
+        """What the chain makes a copy of a token for, in order: "node", "rank", "expert"."""
+        return tuple(stage.per for stage in self.stages if isinstance(stage, Duplicate))
 
     @property
     def groups(self) -> tuple[GroupName, ...]:
@@ -157,7 +145,11 @@ class Chain:
         """
         if num_chunks < 1:
             raise ValueError(f"num_chunks: got {num_chunks}, must be at least 1")
-        counts.check_chunks(num_chunks)
+        if isinstance(counts, TokenCounts) and num_chunks > counts.tokens.shape[1]:
+            raise ValueError(
+                f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
+                f"{counts.tokens.shape[1]}"
+            )
         stages = self.bind_stages(layout, counts, num_chunks)
         return BoundChain(
             chain=self,
@@ -196,30 +188,25 @@ class BoundChain:
 
     @cached_property
     def rows_by_boundary(self) -> RowCounts:
-        """[N + 1, C] rows before the first stage, between two stages, and after the last one."""
+        """[boundaries, C] rows before the first stage, between two stages, and after the last."""
         return np.array(self.rows_at)
 
     @cached_property
     def rows_at(self) -> list[list[float]]:
-        """The same as Python numbers, integers at run time."""
+        """[boundaries][C] as Python numbers; integers at run time."""
         before = [stage.rows_before.tolist() for stage in self.stages]
         return [*before, self.stages[-1].rows_after.tolist()]
 
     @cached_property
     def shape(self) -> "ChainShape":
-        """All that its programs depend on."""
+        """Properties that its programs depend on; the same object for equal ones."""
         stages = tuple([stage.shape for stage in self.stages])
-        return chain_shape(stages, self.num_chunks, self.layout.etp, self.layout.crossing_groups)
-
-    @property
-    def shapes(self) -> tuple[StageShape, ...]:
-        """Shapes of the bound stages, which do not depend on the counts."""
-        return self.shape.stages
+        return _chain_shape(stages, self.num_chunks, self.layout.etp, self.layout.crossing_groups)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ChainShape:
-    """All of a bound chain that does not depend on counts or ranks; see `chain_shape`.
+    """Properties of a bound chain that do not depend on counts or ranks. Compared by identity.
 
     Attributes:
         stages: shapes of the stages, in the chain's order.
@@ -234,14 +221,6 @@ class ChainShape:
     crossing_groups: frozenset[GroupName]
 
 
-@lru_cache(maxsize=4096)
-def chain_shape(
-    stages: tuple[StageShape, ...],
-    num_chunks: int,
-    etp: int,
-    crossing_groups: frozenset[GroupName],
-) -> ChainShape:
-    """One object for equal shapes: a key that is hashed by its identity, once per pass."""
-    return ChainShape(
-        stages=stages, num_chunks=num_chunks, etp=etp, crossing_groups=crossing_groups
-    )
+# Programs are cached by the shape of a chain, whose hash is that of its identity: equal shapes are
+# found once for a bound chain, and not in each of its passes.
+_chain_shape = lru_cache(maxsize=4096)(ChainShape)

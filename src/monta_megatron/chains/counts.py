@@ -1,10 +1,11 @@
-"""Counts of an exchange: what a chain is bound to, and the columns of the messages they arrive in.
+"""Counts that a chain is bound to, and the columns of the messages in which they arrive.
 
 A rank counts tokens by expert, and by the parts that the chains copy tokens for, in each block. It
 sends every rank one message of int32, all of the same size, with these columns for each block:
 
-    head                 the same to all, in all blocks: tokens; rows that its experts received in
-                         the last exchange; most experts of a token; 64 bits of the choice
+    header               facts about the sender, repeated in all messages and blocks: its tokens;
+                         rows that its experts received in the last exchange; most experts of a
+                         token; its tag, in two columns
     experts              token-expert pairs for each expert of that rank
     for_node             tokens for its node
     for_rank             tokens for itself; or, where tokens are copied for nodes first,
@@ -12,20 +13,20 @@ sends every rank one message of int32, all of the same size, with these columns 
 
 Columns of parts exist only if one of the chains copies tokens for those parts. If no chain's rows
 are tokens, there is one block. No torch.
-
-Notation: B = token blocks, S = source ranks, EP = expert parallel size, ETP = expert tensor
-parallel size, L = local experts per EP rank, R = ranks of a node.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from monta_megatron.chains.chain import Chain
 from monta_megatron.chains.stages import BoundStage, RowCounts
 from monta_megatron.core import Layout
 
-# Columns of `head`; the choice has two.
-HEAD_SIZE = 5
+if TYPE_CHECKING:
+    from monta_megatron.chains.chain import Chain
+
+# Columns of the header.
+HEADER_SIZE = 5
 # int32 holds the tokens of one rank, which are checked against this limit, and the experts of one
 # token, which are fewer than a row of the routing map has bytes. The host sums over ranks in int64.
 COUNT_BYTES = 4
@@ -39,23 +40,19 @@ class Counts:
     Counts are integers at run time, and expected values (floats) in the planner.
 
     Attributes:
-        sent: [EP, L] rows of this rank for each expert, by the expert's EP rank.
-        received: [ETP, EP, L] rows from every source rank for each expert of this EP rank.
+        sent: [E, L] rows of this rank for each expert, by the expert's EP rank.
+        received: [T, E, L] rows from every source rank for each expert of this EP rank.
     """
 
     sent: RowCounts
     received: RowCounts
 
-    def check_chunks(self, num_chunks: int) -> None:
-        """See `ChainCounts`: any number, as rows are split one by one."""
-
     def num_source_rows(self, rank: int) -> float:
-        """See `ChainCounts`."""
-        rows: float = self.sent.sum().item()
-        return rows
+        """Rows of this rank on the source side; an integer at run time."""
+        return self.sent.sum().item()
 
     def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
-        """See `ChainCounts`."""
+        """[L] rows on the expert side."""
         rows: RowCounts = self.received.sum(axis=(0, 1))
         return rows
 
@@ -70,9 +67,9 @@ class TokenCounts:
     Attributes:
         tokens: [S, B] tokens of every source.
         experts: [S, B, L] token-expert pairs of every source for each expert of this rank.
-        sent_to_ranks: [B, EP] tokens of this rank for each EP rank.
+        sent_to_ranks: [B, E] tokens of this rank for each EP rank.
         for_rank: [S, B] tokens of every source for this rank.
-        sent_to_nodes: [B, nodes] tokens of this rank for each node.
+        sent_to_nodes: [B, N] tokens of this rank for each node.
         for_node: [S, B] tokens of every source for this node.
         for_node_ranks: [S, B, R] tokens of every source for each rank of this node.
     """
@@ -85,22 +82,12 @@ class TokenCounts:
     for_node: RowCounts | None = None
     for_node_ranks: RowCounts | None = None
 
-    def check_chunks(self, num_chunks: int) -> None:
-        """See `ChainCounts`: a chunk consists of whole blocks."""
-        num_blocks = self.tokens.shape[1]
-        if num_chunks > num_blocks:
-            raise ValueError(
-                f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
-                f"{num_blocks}"
-            )
-
     def num_source_rows(self, rank: int) -> float:
-        """See `ChainCounts`."""
-        rows: float = self.tokens[rank].sum().item()
-        return rows
+        """Tokens of a rank; an integer at run time."""
+        return self.tokens[rank].sum().item()
 
     def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
-        """See `ChainCounts`: the last stage but one copies rows per expert; see `Chain`."""
+        """[L] rows on the expert side, which the last stage but one copies; see `Chain`."""
         rows: RowCounts = stages[-2].receive.sum(axis=0)
         return rows
 
@@ -122,27 +109,27 @@ class TokenCounts:
         )
 
 
-def part_sizes(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
+def num_parts(chains: Sequence["Chain"], layout: Layout) -> dict[str, int]:
     """Number of parts by name ("node", "rank"), of those that a chain copies tokens for."""
-    named = {part for chain in chains for part in chain.parts}
+    named = {part for chain in chains for part in chain.copies_per}
     sizes = {"node": layout.num_nodes, "rank": layout.ep}
     return {part: size for part, size in sizes.items() if part in named}
 
 
-def num_counted_blocks(chains: Sequence[Chain], num_blocks: int) -> int:
+def num_counted_blocks(chains: Sequence["Chain"], num_blocks: int) -> int:
     """Number of counted token blocks: only chains whose rows are tokens need more than one."""
     return num_blocks if any(chain.rows == "tokens" for chain in chains) else 1
 
 
-def message_columns(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
+def message_columns(chains: Sequence["Chain"], layout: Layout) -> dict[str, int]:
     """Columns of a message by section, in order.
 
     Args:
         chains: the candidates, one of which will run.
         layout: any rank's place.
     """
-    parts = part_sizes(chains, layout)
-    columns = {"head": HEAD_SIZE, "experts": layout.num_local_experts}
+    parts = num_parts(chains, layout)
+    columns = {"header": HEADER_SIZE, "experts": layout.num_local_experts}
     if "node" in parts:
         columns["for_node"] = 1
     if "rank" in parts:
@@ -150,7 +137,7 @@ def message_columns(chains: Sequence[Chain], layout: Layout) -> dict[str, int]:
     return columns
 
 
-def message_size(chains: Sequence[Chain], layout: Layout, num_blocks: int) -> int:
+def message_size(chains: Sequence["Chain"], layout: Layout, num_blocks: int) -> int:
     """Integers that a rank sends to each rank, for `num_blocks` token blocks."""
     blocks = num_counted_blocks(chains, num_blocks)
     return blocks * sum(message_columns(chains, layout).values())

@@ -5,8 +5,6 @@
 It wins where EP spans nodes, top-k is high and nodes have few ranks, so that most tokens of a node
 have experts on most of its ranks. Its transpose carries a partial sum per (token, rank) inside the
 node and one per (token, node) between nodes: two hops.
-
-Notation: C = number of chunks, S = source ranks, R = ranks per node.
 """
 
 from monta_megatron.chains.chain import Chain, ChainCounts
@@ -14,13 +12,13 @@ from monta_megatron.chains.counts import TokenCounts
 from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.chains.token_stages import (
     ORDER,
-    RAIL_EXCHANGE,
+    RAIL_ALLTOALL,
     SPLIT,
     TO_EXPERTS,
     TO_NODES,
     arrival,
     bind_experts,
-    bind_node_exchange,
+    bind_node_copies,
     by_chunk,
 )
 from monta_megatron.core import Layout
@@ -32,12 +30,12 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     """Rows per stage, chunk and peer; see `Chain.bind`."""
     assert isinstance(counts, TokenCounts)
     assert counts.for_node is not None
-    # [S, C] -> [nodes, R, C] -> [C, R]: tokens that each rank of the node received along its rail.
+    # [S, C] -> [N, r, C] -> [C, r]: tokens that arrived in this node along each rail.
     tokens_SC = by_chunk(counts.for_node, num_chunks, axis=1)
-    tokens_CR = tokens_SC.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
-    gather = bind_gather(GATHER, tokens_CR, layout.position)
+    tokens_Cr = tokens_SC.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
+    gather = bind_gather(GATHER, tokens_Cr, layout.position)
     return (
-        *bind_node_exchange(layout, counts, num_chunks),
+        *bind_node_copies(layout, counts, num_chunks),
         gather,
         *bind_experts(
             layout, counts, gather, arrival(len(layout.nodes), layout.etp, layout.ranks_per_node)
@@ -48,7 +46,7 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
 HIERARCHICAL_ALLGATHER = Chain(
     name="hierarchical_allgather",
     rows="tokens",
-    stages=(SPLIT, TO_NODES, RAIL_EXCHANGE, GATHER, TO_EXPERTS, ORDER),
+    stages=(SPLIT, TO_NODES, RAIL_ALLTOALL, GATHER, TO_EXPERTS, ORDER),
     bind_stages=bind_stages,
     incompatibility=Layout.uneven_nodes,
 )

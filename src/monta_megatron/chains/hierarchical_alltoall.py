@@ -5,30 +5,27 @@
 
 It wins where EP spans nodes of many ranks (Hybrid-EP's route). Its transpose carries a partial sum
 per (token, rank) inside the node and one per (token, node) between nodes: two hops.
-
-Notation: C = number of chunks, S = source ranks, R = ranks per node, r = the rail of a token.
 """
 
 from monta_megatron.chains.alltoall_dedup import incompatibility as incompatibility_of_dedup
 from monta_megatron.chains.chain import Chain, ChainCounts
 from monta_megatron.chains.counts import TokenCounts
-from monta_megatron.chains.stages import AllToAll, BoundStage, ExpertRange
+from monta_megatron.chains.stages import AllToAll, BoundStage, Parts
 from monta_megatron.chains.token_stages import (
     ORDER,
-    RAIL_EXCHANGE,
+    RAIL_ALLTOALL,
     SPLIT,
     TO_EXPERTS,
     TO_NODES,
     TO_RANKS,
     arrival,
-    bind_copies,
     bind_experts,
-    bind_node_exchange,
+    bind_node_copies,
     by_chunk,
 )
 from monta_megatron.core import Layout
 
-EXCHANGE = AllToAll(name="alltoall in node", group="node")
+NODE_ALLTOALL = AllToAll(name="alltoall in node", group="node")
 
 
 def incompatibility(layout: Layout) -> str | None:
@@ -41,32 +38,33 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     assert isinstance(counts, TokenCounts)
     assert counts.for_node_ranks is not None
     num_ranks = layout.ranks_per_node
-    split, to_nodes, along_rail = bind_node_exchange(layout, counts, num_chunks)
-    # [S, C, R] -> [nodes, r, C, R] -> [r, C, R]: tokens of each rail for each rank of this node.
+    split, to_nodes, along_rail = bind_node_copies(layout, counts, num_chunks)
+    # [S, C, R] -> [N, r, C, R] -> [r, C, R]: tokens of each rail for each rank of this node.
     tokens_SCR = by_chunk(counts.for_node_ranks, num_chunks, axis=1)
     tokens_rCR = tokens_SCR.reshape(layout.num_nodes, num_ranks, num_chunks, num_ranks).sum(axis=0)
     sent_CR = tokens_rCR[layout.position]
     received_CR = tokens_rCR[:, :, layout.position].T
-    parts = ExpertRange(
+    parts = Parts(
         first=layout.node * num_ranks * layout.num_local_experts,
         size=layout.num_local_experts,
         num_parts=num_ranks,
     )
-    exchange = BoundStage(stage=EXCHANGE, send=sent_CR, receive=received_CR)
+    arrived_C1 = along_rail.receive.sum(axis=1, keepdims=True)
+    in_node = BoundStage(stage=NODE_ALLTOALL, send=sent_CR, receive=received_CR)
     return (
         split,
         to_nodes,
         along_rail,
-        bind_copies(TO_RANKS, along_rail.receive.sum(axis=1), sent_CR, parts),
-        exchange,
-        *bind_experts(layout, counts, exchange, arrival(len(layout.nodes), layout.etp, num_ranks)),
+        BoundStage(stage=TO_RANKS, send=arrived_C1, receive=sent_CR, parts=parts),
+        in_node,
+        *bind_experts(layout, counts, in_node, arrival(len(layout.nodes), layout.etp, num_ranks)),
     )
 
 
 HIERARCHICAL_ALLTOALL = Chain(
     name="hierarchical_alltoall",
     rows="tokens",
-    stages=(SPLIT, TO_NODES, RAIL_EXCHANGE, TO_RANKS, EXCHANGE, TO_EXPERTS, ORDER),
+    stages=(SPLIT, TO_NODES, RAIL_ALLTOALL, TO_RANKS, NODE_ALLTOALL, TO_EXPERTS, ORDER),
     bind_stages=bind_stages,
     incompatibility=incompatibility,
 )

@@ -1,24 +1,49 @@
 """Lower a bound chain to the program of one pass: a loop over chunks, unrolled and pipelined.
 
-Order of issue: chunk i + 1's first collective has started before chunk i's second one is waited
-for, in every pass. Collectives are issued in the same order on every rank, whatever the data: a
-chunk without rows is sent too.
+The first collective of a chunk starts before the second one of the chunk before is waited for, in
+every pass. Collectives are issued in the same order on every rank, whatever the data: a chunk
+without rows is sent too.
 
-Chunk buffers form a ring of W slots. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one
-hardware queue, the launch queue: a wait that is issued earlier than needed holds up everything
-behind it, whatever its stream. So W is the smallest ring that adds no wait for a collective to the
-launch queue: the readers of a slot are waited for before the operation that overwrites it is
-issued. On the device that operation may still start later than with a buffer of its own; the
-planner prices that. On CPU ranks there is no ring, and a buffer is released after its last read.
+Chunk buffers form rings: a buffer's slot is used again by the chunk that comes `ring_size` chunks
+later. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue, the launch queue: a
+wait that is issued earlier than needed holds up everything behind it, whatever its stream. So each
+ring is the smallest that adds no wait for a collective to the launch queue: the readers of a slot
+are waited for before the operation that overwrites it is issued. On the device that operation may
+still start later than with a buffer of its own; the planner prices that. On CPU ranks there is no
+ring, and a buffer is released after its last read.
 
-Notation: C = number of chunks, N = stages of the chain; K = operations and M = buffers of one
-chunk, counted by k and m. Iteration i of the loop works on the i-th chunk in the order of the pass.
+Indices, in the combine of `alltoall_allgather` with ETP 2, in three chunks, with fused kernels. A
+stage has an index in the chain and one in the pass, which are each other's reverse in a transposed
+pass. A boundary lies before, between or after stages:
+
+    chain of stages     pack     alltoall     allgather     order
+    position             0          1             2           3
+    boundary         0         1            2            3         4
+    at                   3          2             1           0       (order of the pass)
+
+The operations and buffers of one chunk, made in `chains.stage_operations`, are indexed by *series*,
+those of the whole program by *number*. Iteration i works on the i-th chunk of the pass; this pass
+goes from the last chunk, 2, to the first. Behind each operation stand those that it waits for:
+
+          one chunk, by series    the program, by number; waits
+    series  operation     buffers   iteration 0 (chunk 2)  1 (chunk 1)          2 (chunk 0)
+       0    pack          0 -> 1     0:  0 -> 1             2:  0 -> 2           6:  0 -> 3   1
+       1    alltoall      1 -> 2     1:  1 -> 4             3:  2 -> 5           7:  3 -> 6   4
+       2    reduce_ranks  2 -> 3     4:  4 -> 7   1         8:  5 -> 8   3      11:  6 -> 9   7, 5
+       3    alltoall      3 -> 4     5:  7 -> 10            9:  8 -> 11         12:  9 -> 12  10
+       4    put           4 -> 5    10: 10 -> 13  5        13: 11 -> 13  9      14: 12 -> 13  12
+
+Series 0, the input, and 5, the output, are one buffer each, which holds the rows of all chunks. The
+buffers of series 1 have the numbers 1, 2 and 3 and the slots 1, 2 and 1: a *slot* is the number of
+the first buffer that uses that memory, and these form a ring of two. So operation 6 waits for 1,
+which reads slot 1. That adds no wait to the launch queue: 4, issued before, waits for 1 too.
+11 waits for 7, which writes what it reads, and for 5, which reads the slot that it overwrites. What
+a queue keeps in order needs no wait: 5 comes after 4 on its stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 from monta_megatron.chains.chain import BoundChain, ChainShape, Order, order_of_issue
 from monta_megatron.chains.program import (
@@ -32,7 +57,7 @@ from monta_megatron.chains.program import (
     RowFormat,
     waits_of,
 )
-from monta_megatron.chains.stage_operations import operations_of_chunk
+from monta_megatron.chains.stage_operations import ChunkBuilder
 from monta_megatron.chains.stages import AllGather, AllToAll, StageShape
 from monta_megatron.core import GroupName
 
@@ -64,7 +89,7 @@ def lower(
 def pipeline_offsets(
     shapes: Sequence[StageShape], crossing: frozenset[GroupName], policy: Policy
 ) -> list[int]:
-    """[N] pipeline steps by which each stage of a pass trails the first one.
+    """Pipeline steps by which each stage of a pass trails the first one, in the order of the pass.
 
     One step for every collective before it, so that each collective has two chunks in flight. A
     copy adds no step, because it runs together with the stage after it; nor does a group of one
@@ -100,7 +125,8 @@ def _structure(
     # Step 1: operations and buffers of one chunk, stage by stage.
     stages = shape.stages[::-1] if pass_.transpose else shape.stages
     offsets = pipeline_offsets(stages, shape.crossing_groups, policy)
-    builder = operations_of_chunk(shape, offsets, pass_, row, is_fused=policy == "fused")
+    one_chunk = ChunkBuilder(shape, offsets, pass_, row, is_fused=policy == "fused")
+    body = one_chunk.operations
 
     # Step 2: the order of the chunks. Nothing hides the copies and sums before the first collective
     # of a transposed pass, so it goes from the last chunk, the small one, to the first. With a
@@ -108,174 +134,122 @@ def _structure(
     # small first chunk the large ones would be in memory together with the output.
     # Collectives are counted as on "streams" under every policy: on CPU ranks ("host") some add no
     # step, and the chunks would go in another order than on GPUs.
-    forward_offsets = pipeline_offsets(shape.stages, shape.crossing_groups, "streams")
-    is_reversed = pass_.transpose and forward_offsets[-1] > 1
+    num_collectives = pipeline_offsets(shape.stages, shape.crossing_groups, "streams")[-1]
+    is_reversed = pass_.transpose and num_collectives > 1
     chunks = range(num_chunks)[:: -1 if is_reversed else 1]
 
-    # Step 3: the order of issue, and with it the operations of all chunks.
+    # Step 3: the order of issue: (series of an operation, iteration). `order` gives stages by their
+    # index in the pass, an operation has that in the chain.
     by_position: list[list[int]] = [[] for _ in stages]
-    for operation in builder.operations:
+    for operation in body:
         by_position[operation.position].append(operation.series)
-    by_stage = by_position[::-1] if pass_.transpose else by_position
-    loop = _unroll(
-        tuple(builder.operations),
-        tuple([buffer.chunk is None for buffer in builder.buffers]),
-        tuple([buffer.release is Release.JOIN and policy != "host" for buffer in builder.buffers]),
-        tuple([(k, i) for stage, i in order(offsets, num_chunks) for k in by_stage[stage]]),
-        chunks,
-        policy,
-    )
+    in_pass = by_position[::-1] if pass_.transpose else by_position
+    issued = [(series, i) for at, i in order(offsets, num_chunks) for series in in_pass[at]]
 
-    # Step 4: the buffers of all chunks.
+    # Step 4: numbers of operations and of buffers, by series and iteration.
+    numbers = [[-1] * num_chunks for _ in body]
+    for number, (series, i) in enumerate(issued):
+        numbers[series][i] = number
+    buffer_numbers: list[Sequence[int]] = []
+    end = 0
+    for buffer in one_chunk.buffers:
+        first, end = end, end + (1 if buffer.chunk is None else num_chunks)
+        buffer_numbers.append(range(first, end) if end > first + 1 else [first] * num_chunks)
+
+    # Step 5: series of the operations that read and write each buffer, and the sizes of the rings.
+    readers = [
+        [one.series for one in body if buffer.series in one.reads] for buffer in one_chunk.buffers
+    ]
+    writers = {written: one.series for one in body for written in one.writes}
+    ring_sizes = [
+        _ring_size(buffer.series, body, readers, writers, numbers)
+        if buffer.release is Release.JOIN and policy != "host"
+        else num_chunks
+        for buffer in one_chunk.buffers
+    ]
+
+    # Step 6: what an operation needs: the writers of what it reads, and the readers of the slots
+    # that it overwrites.
+    needs = []
+    for series, i in issued:
+        earlier = {numbers[writers[read]][i] for read in body[series].reads if read in writers}
+        for written in body[series].writes:
+            overwritten = i - ring_sizes[written]
+            if overwritten >= 0:
+                earlier |= {numbers[reader][overwritten] for reader in readers[written]}
+        needs.append(earlier)
+    waits = waits_of([body[series] for series, _ in issued], needs, policy)
+
+    # Step 7: the operations and the buffers of all chunks.
+    operations = []
+    for number, ((series, i), waited) in enumerate(zip(issued, waits, strict=True)):
+        one = body[series]
+        operation = one._replace(
+            number=number,
+            chunk=chunks[i],
+            reads=tuple([buffer_numbers[read][i] for read in one.reads]),
+            writes=tuple([buffer_numbers[written][i] for written in one.writes]),
+            scratch=tuple([buffer_numbers[scratch][i] for scratch in one.scratch]),
+            unrounded=None if one.unrounded is None else buffer_numbers[one.unrounded][i],
+            **waited._asdict(),
+        )
+        operations.append(operation)
     buffers: list[Buffer] = []
-    for m, buffer in enumerate(builder.buffers):
-        release, ring_size = buffer.release, loop.ring_sizes[m]
-        if release is Release.JOIN and policy == "host":
-            release = Release.LAST_READ
-        elif release is Release.JOIN and ring_size < num_chunks:
-            release = Release.WINDOW
+    for buffer in one_chunk.buffers:
+        frees_early = buffer.release is Release.JOIN and policy == "host"
+        read_by = readers[buffer.series]
         buffers += [
             buffer._replace(
-                number=loop.buffer_numbers[m][i],
+                number=buffer_numbers[buffer.series][i],
                 chunk=None if buffer.chunk is None else chunks[i],
-                release=release,
-                slot=loop.buffer_numbers[buffer.slot][i % ring_size],
-                last_read=loop.last_reads[m][i],
+                release=Release.LAST_READ if frees_early else buffer.release,
+                slot=buffer_numbers[buffer.slot][i % ring_sizes[buffer.series]],
+                last_read=numbers[read_by[-1]][i] if read_by else -1,
             )
             for i in range(1 if buffer.chunk is None else num_chunks)
         ]
-    last = loop.writes[builder.current][-1]
-    trailing = (operation.number for operation in loop.operations if operation.stream > 0)
+    output = one_chunk.current
+    last = operations[numbers[writers[output]][-1]] if output in writers else None
+    trailing = (operation.number for operation in operations if operation.stream > 0)
     return Program(
         pass_=pass_,
         row=row,
         policy=policy,
-        operations=loop.operations,
-        buffers=tuple(buffers),
-        output=loop.buffer_numbers[builder.current][0],
-        waits_at_end=(last,) if last >= 0 and loop.operations[last].is_collective else (),
-        num_streams=offsets[-1] + 1,
-        num_at_start=next(trailing, len(loop.operations)),
-    )
-
-
-class _Unrolled(NamedTuple):
-    """Operations of all chunks.
-
-    Attributes:
-        operations: in the order of issue.
-        buffer_numbers: [M][C] of the buffer in each iteration; one number if it holds all chunks.
-        ring_sizes: [M] W; C where each chunk has a buffer of its own.
-        writes: [M][C] operation that writes it, or -1.
-        last_reads: [M][C] last operation that reads it, or -1.
-    """
-
-    operations: tuple[Operation, ...]
-    buffer_numbers: list[Sequence[int]]
-    ring_sizes: list[int]
-    writes: list[list[int]]
-    last_reads: list[list[int]]
-
-
-# Shared by passes and row formats with the same operations.
-@lru_cache(maxsize=512)
-def _unroll(
-    body: tuple[Operation, ...],
-    is_whole: tuple[bool, ...],
-    in_ring: tuple[bool, ...],
-    issued: tuple[tuple[int, int], ...],
-    chunks: range,
-    policy: Policy,
-) -> _Unrolled:
-    """Repeat the operations of one chunk for all chunks.
-
-    Worked example: pack (buffer 0 -> 1), alltoall (1 -> 2), put (2 -> 3), where put trails by one
-    step. Two chunks are issued as pack 0, alltoall 0, pack 1, alltoall 1, put 0, put 1: `numbers`
-    is [[0, 2], [1, 3], [4, 5]], `buffer_numbers` is [[0, 0], [1, 2], [3, 4], [5, 5]], put 0 waits
-    for operation 1. Of three chunks pack 2 is operation 5, after put 0, so that two slots are
-    enough for buffer 1: pack 2 overwrites the slot of pack 0, and waits for alltoall 0, its reader.
-
-    Args:
-        body: K operations of one chunk; `series` is the index here.
-        is_whole: [M] whether a buffer holds the rows of all chunks.
-        in_ring: [M] whether a buffer may be a slot of a ring.
-        issued: (k, iteration) in the order of issue.
-        chunks: [C] in the order of the pass.
-        policy: how the program is executed.
-    """
-    num_chunks, num_buffers, none = len(chunks), len(is_whole), [-1] * len(chunks)
-    # Step 1: numbers of operations, [K][C], and of buffers.
-    numbers = [[-1] * num_chunks for _ in body]
-    for number, (k, i) in enumerate(issued):
-        numbers[k][i] = number
-    buffer_numbers: list[Sequence[int]] = []
-    end = 0
-    for whole in is_whole:
-        first, end = end, end + (1 if whole else num_chunks)
-        buffer_numbers.append([first] * num_chunks if whole else range(first, end))
-
-    # Step 2: readers (k) of each buffer, and the operations that write it.
-    readers = [[k for k, one in enumerate(body) if m in one.reads] for m in range(num_buffers)]
-    writes = [none] * num_buffers
-    for operation in body:
-        for m in operation.writes:
-            writes[m] = numbers[operation.series]
-
-    # Step 3: the sizes of the rings. A copy that reads a slot frees it. The input of a collective
-    # is free once the reader of its output is issued: its stream has waited for the collective.
-    ring_sizes = [num_chunks] * num_buffers
-    for m in range(num_buffers):
-        if in_ring[m]:
-            freed_by = [
-                numbers[freeing]
-                for k in readers[m]
-                for freeing in (readers[body[k].writes[0]] if body[k].is_collective else [k])
-            ]
-            ring_sizes[m] = _smallest_ring(writes[m], freed_by)
-
-    # Step 4: dependencies: the writers of what an operation reads, and the readers of the slots
-    # that it overwrites.
-    dependencies = []
-    for k, i in issued:
-        earlier = {writes[m][i] for m in body[k].reads}
-        for m in body[k].writes:
-            if ring_sizes[m] <= i:
-                earlier |= {numbers[reader][i - ring_sizes[m]] for reader in readers[m]}
-        dependencies.append(earlier - {-1})
-    waits = waits_of([body[k] for k, _ in issued], dependencies, policy)
-
-    # Step 5: the operations.
-    operations = []
-    for number, ((k, i), waited) in enumerate(zip(issued, waits, strict=True)):
-        kept = body[k].unrounded
-        operation = body[k]._replace(
-            number=number,
-            chunk=chunks[i],
-            reads=tuple([buffer_numbers[m][i] for m in body[k].reads]),
-            writes=tuple([buffer_numbers[m][i] for m in body[k].writes]),
-            unrounded=None if kept is None else buffer_numbers[kept][i],
-            **waited._asdict(),
-        )
-        operations.append(operation)
-    return _Unrolled(
         operations=tuple(operations),
-        buffer_numbers=buffer_numbers,
-        ring_sizes=ring_sizes,
-        writes=writes,
-        last_reads=[numbers[read_by[-1]] if read_by else none for read_by in readers],
+        buffers=tuple(buffers),
+        output=buffer_numbers[output][0],
+        waits_at_end=(last.number,) if last is not None and last.is_collective else (),
+        num_streams=offsets[-1] + 1,
+        num_at_start=next(trailing, len(operations)),
     )
 
 
-def _smallest_ring(write: Sequence[int], freed_by: Sequence[Sequence[int]]) -> int:
-    """The smallest ring that adds no wait for a collective to the launch queue.
+def _ring_size(
+    buffer: int,
+    body: Sequence[Operation],
+    readers: Sequence[Sequence[int]],
+    writers: Mapping[int, int],
+    numbers: Sequence[Sequence[int]],
+) -> int:
+    """Slots of the smallest ring that adds no wait for a collective to the launch queue.
 
     A slot is written after all operations that free it were issued, so what they wait for is ahead
-    in the queue already.
+    in the queue already. A copy that reads a slot frees it. The input of a collective is free once
+    the reader of its output is issued, since its stream has waited for the collective.
 
     Args:
-        write: [C] operation that writes the slot.
-        freed_by: for each reader, [C] operation that is issued once the slot has been read.
+        buffer: series of the buffer.
+        body: operations of one chunk.
+        readers: by series of a buffer, the series of the operations that read it.
+        writers: by series of a buffer, the series of the operation that writes it.
+        numbers: by series of an operation and iteration, its number.
     """
+    write = numbers[writers[buffer]]
+    freed_by = [
+        numbers[series]
+        for reader in readers[buffer]
+        for series in (readers[body[reader].writes[0]] if body[reader].is_collective else [reader])
+    ]
     return next(
         size
         for size in range(1, len(write) + 1)

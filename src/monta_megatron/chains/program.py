@@ -2,9 +2,8 @@
 
 A layer has four passes over a chain: dispatch, combine, and the backward pass of each. `lower`
 turns a bound chain into the program of one pass. The executor runs it, the planner prices it,
-memory is the liveness of its buffers, the timeline draws it. No torch.
-
-Notation: C = number of chunks, H = hidden size, W = most experts of any token.
+memory is the liveness of its buffers, the timeline draws it. `chains.lower` shows the indices of
+operations and buffers by an example. No torch.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,6 +21,8 @@ ALIGNMENT_BYTES = 16
 ID_BYTES = 4
 # Columns of low-precision rows that are summed at a time, which bounds their fp32 scratch memory.
 SUM_COLUMNS = 2048
+# Number of the buffer that holds the input of a pass.
+INPUT = 0
 
 # How a program is executed: "host" on CPU ranks, where the host itself copies and waits; "streams"
 # on devices, where it enqueues everything asynchronously; "fused" likewise, with kernels that write
@@ -33,6 +34,8 @@ Resource: TypeAlias = Literal["inter", "intra", "memory"]
 LINKS: tuple[Resource, ...] = ("inter", "intra")
 Kind: TypeAlias = Literal[
     "pack",
+    # One function finds all copies. They are two kinds because their prices differ: copies for
+    # nodes or ranks, and copies for experts, which also have a place in their token's list.
     "find_lists",
     "find_copies",
     "duplicate",
@@ -40,7 +43,7 @@ Kind: TypeAlias = Literal[
     "reduce",
     "alltoall",
     "allgather",
-    "reduce_parts",
+    "reduce_ranks",
     "put",
 ]
 # Operations that a calibration times and a curve prices.
@@ -51,20 +54,15 @@ COLLECTIVES: tuple[Literal["alltoall", "allgather"], ...] = ("alltoall", "allgat
 class Release(Enum):
     """When the memory of a buffer is released."""
 
-    WINDOW = "window"
-    """To a later chunk: its slot of the ring buffer is overwritten once it has been read."""
     JOIN = "join"
-    """At the end of the pass, when the caller's stream waits for the side streams."""
+    """At the end of the pass, when the caller's stream waits for the side streams. Until then
+    buffers of later chunks may use its slot."""
     LAST_READ = "last read"
-    """When the last operation that reads it has ended; without a reader, after its own.
-
-    Without a reader are the temporaries that torch allocates inside an operation: they are buffers
-    for the memory model alone.
-    """
+    """When the last operation that reads it has ended; scratch memory with its own operation."""
     CALLER = "caller"
     """Never by the pass: its input and its output belong to the caller."""
-    EXCHANGE = "exchange"
-    """With the micro-batch: lists of copies, which later passes read again."""
+    MICRO_BATCH = "micro-batch"
+    """With the `Exchange` of the micro-batch: lists of copies, which later passes read again."""
 
 
 class Pass(NamedTuple):
@@ -125,36 +123,28 @@ class Buffer(NamedTuple):
         name: the stage that writes it.
         chunk: the chunk of its rows; None for the rows of all chunks.
         boundary: number of the chain's stages before these rows.
-        copies: number of copies of the rows.
+        repeats: how many times the rows of the boundary are held, one block after the other: once
+            for each rank where an AllGather is transposed, before the blocks are summed; else 1.
         columns: of a row; none for lists of copies.
         packed: the columns share one message; else one message for each.
         release: when its memory is released.
-        slot: buffers with the same slot share memory, one after the other.
+        slot: buffers with the same slot share memory, one after the other; it is the number of the
+            first of them.
         last_read: the last operation that reads it, or -1.
-        series: number shared by the same buffer of all chunks.
+        series: index among the buffers of one chunk, the same for every chunk.
     """
 
     number: int
     name: str
     chunk: int | None
     boundary: int
-    copies: int
+    repeats: int
     columns: tuple[Column, ...]
     packed: bool
     release: Release
     slot: int
     last_read: int
     series: int
-
-    def message_bytes(self, max_experts_per_token: int) -> tuple[int, ...]:
-        """Bytes of a row in each of its messages."""
-        sizes = [
-            (max_experts_per_token if width is None else width, value_bytes)
-            for _, width, value_bytes in self.columns
-        ]
-        if self.packed:
-            return (offsets_bytes(sizes)[-1],)
-        return tuple(num_values * value_bytes for num_values, value_bytes in sizes)
 
 
 class Operation(NamedTuple):
@@ -163,24 +153,32 @@ class Operation(NamedTuple):
     Attributes:
         number: index in the order of issue.
         kind: of the operation.
-        stage: name of the chain's stage, or "sum of" it for a "reduce_parts"; for messages and
+        stage: name of the chain's stage, or "sum of" it for a "reduce_ranks"; for messages and
             pictures.
-        position: index in the chain of the stage with which it is issued.
+        position: index in the chain of the stage with which it is issued; for a "reduce_ranks" the
+            stage after the one that it belongs to, see `gather`.
         chunk: the chunk of its rows.
-        series: number shared by the same operation of all chunks.
-        reads: buffers that it reads.
-        writes: buffers that it writes; its message comes first.
-        resource: that it occupies.
-        group: of a collective, or of the sum over ranks of a "reduce" or "reduce_parts".
+        series: index among the operations of one chunk, the same for every chunk.
+        reads: numbers of the buffers that it reads.
+        writes: numbers of the buffers that it writes; its message comes first.
+        scratch: numbers of the buffers that stand for memory which torch allocates inside the
+            operation and frees after it. Only the memory model uses them.
+        resource: the resource that it occupies.
+        group: of a collective.
         stream: side stream on which it is issued, on a device.
-        waits: operations that its stream, or the host, waits for before it.
-        after: operations that end before it starts, on a device.
-        launch_after: operations that end before the host launches it.
+        waits: operations that its stream, or the host, waits for before it: those it needs that no
+            queue keeps in order and no earlier wait covers. Read by: executor; planner, for memory.
+        after: operations that end before it starts: its waits, and the operations before it in its
+            queues. Empty on CPU ranks. Read by: planner, error texts.
+        launch_after: operations that end before the host launches it. Empty on a device. Read by:
+            planner.
         host: the host enqueues it, runs it itself, or starts it, at the cost of a copy, and
             continues.
-        parts_per_sum: of "reduce_parts": number of adjacent parts that are summed first.
-        unrounded: buffer of this rank's part of a sum over ranks, before it is rounded for the
-            wire: a "reduce" writes it and its "reduce_parts" reads it.
+        ranks_per_sum: of "reduce_ranks": number of adjacent ranks whose terms are summed first.
+        gather: position of the AllGather to whose transpose a "reduce_ranks" belongs, or a "reduce"
+            that writes an unrounded term for it.
+        unrounded: buffer of this rank's own term of a sum over ranks, before it is rounded for the
+            wire: a "reduce" writes it and its "reduce_ranks" reads it.
     """
 
     number: int
@@ -191,6 +189,7 @@ class Operation(NamedTuple):
     series: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    scratch: tuple[int, ...]
     resource: Resource
     group: GroupName | None
     stream: int
@@ -198,7 +197,8 @@ class Operation(NamedTuple):
     after: tuple[int, ...]
     launch_after: tuple[int, ...]
     host: Literal["enqueues", "runs", "starts"]
-    parts_per_sum: int
+    ranks_per_sum: int
+    gather: int | None = None
     unrounded: int | None = None
 
     @property
@@ -216,7 +216,7 @@ class Program:
         row: the sizes of a row's values.
         policy: how it is executed.
         operations: in the order of issue, which is the same on every rank.
-        buffers: the input comes first.
+        buffers: by number; `INPUT` comes first.
         output: the buffer of the result.
         waits_at_end: operations that the output depends on and nothing has waited for.
         num_streams: number of side streams.
@@ -261,7 +261,7 @@ class BoundProgram(NamedTuple):
     Attributes:
         program: the structure.
         bound: the chain with its rows.
-        max_experts_per_token: W. Where a row is a permuted token no column has that width.
+        max_experts_per_token: W; no column has that width where rows are permuted tokens.
     """
 
     program: Program
@@ -274,11 +274,17 @@ class BoundProgram(NamedTuple):
             bound = self.bound
             return bound.num_expert_rows if buffer.boundary else bound.num_source_rows
         rows: float = self.bound.rows_at[buffer.boundary][buffer.chunk]
-        return buffer.copies * rows
+        return buffer.repeats * rows
 
     def message_bytes(self, buffer: Buffer) -> tuple[int, ...]:
         """Bytes of a row in each of its messages."""
-        return buffer.message_bytes(self.max_experts_per_token)
+        sizes = [
+            (self.max_experts_per_token if width is None else width, value_bytes)
+            for _, width, value_bytes in buffer.columns
+        ]
+        if buffer.packed:
+            return (offsets_bytes(sizes)[-1],)
+        return tuple(num_values * value_bytes for num_values, value_bytes in sizes)
 
     def num_bytes(self, buffer: Buffer) -> float:
         """Bytes of a buffer."""
@@ -292,11 +298,10 @@ class BoundProgram(NamedTuple):
 
     def splits(self, operation: Operation) -> tuple[list[int], list[int]]:
         """Rows that a collective sends to each peer, and rows that it receives from each."""
-        stage, chunk = self.bound.stages[operation.position], operation.chunk
-        send, receive = stage.splits
+        send, receive = self.bound.stages[operation.position].splits
         if self.program.pass_.transpose:
             send, receive = receive, send
-        return send[chunk], receive[chunk]
+        return send[operation.chunk], receive[operation.chunk]
 
 
 def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
@@ -307,15 +312,11 @@ def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
     """
     offsets, end = [], 0
     for num_values, value_bytes in columns:
-        end = round_up(end, value_bytes)
+        # Rounded up to a multiple.
+        end += -end % value_bytes
         offsets.append(end)
         end += num_values * value_bytes
-    return [*offsets, round_up(end, ALIGNMENT_BYTES)]
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of a number that is not below the value."""
-    return -(-value // multiple) * multiple
+    return [*offsets, end + -end % ALIGNMENT_BYTES]
 
 
 class Waits(NamedTuple):
@@ -336,8 +337,8 @@ def waits_of(
 
     Args:
         operations: in the order of issue.
-        needs: for each, its dependencies: the operations that have written its inputs, or that
-            have read the slots it overwrites.
+        needs: for each, the operations that have written its inputs, or that have read the slots it
+            overwrites.
         policy: how the program is executed.
     """
     return (_on_host if policy == "host" else _on_streams)(operations, needs)

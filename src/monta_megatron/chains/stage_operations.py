@@ -4,13 +4,14 @@
     Permute      pack first, put last                 likewise, from the other end
     Duplicate    find copies (dispatch), duplicate    reduce
     AllToAll     alltoall                             alltoall
-    AllGather    allgather                            alltoall of parts, reduce_parts
+    AllGather    allgather                            alltoall of the terms, reduce_ranks
 
 A stage that moves nothing has no operation: a group of one rank, rows that lie in order. Fused
 kernels write the input of the last stage straight to its place and need no `put`; where they copy
 rows per expert, the operation is `to_experts`.
 
-Notation: N = number of stages. `at` counts stages in the order of the pass, 0 to N - 1.
+`at` is the index of a stage in the order of the pass; operations and buffers are referred to by
+their series, the index within one chunk. See the example in `chains.lower`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from monta_megatron.chains.chain import ChainShape
 from monta_megatron.chains.program import (
     ID_BYTES,
+    INPUT,
     SUM_COLUMNS,
     Buffer,
     Column,
@@ -34,12 +36,15 @@ from monta_megatron.core import GroupName
 
 def permute(builder: "ChunkBuilder", at: int) -> None:
     """Pack a chunk's rows out of the whole tensor first; put them in place last."""
-    placement = builder.stages[at].placement
+    addressing = builder.stages[at].addressing
     if at == 0:
-        # A sum reads each row once, so it reads it in place.
-        if placement == "index" and not isinstance(builder.stages[1].stage, Duplicate):
+        # A `Duplicate` that follows is transposed: a sum, which reads each row once, in place.
+        if addressing == "index" and not isinstance(builder.stages[1].stage, Duplicate):
             builder.add_operation("pack", at, [builder.current], [builder.add_message(at)])
-    elif placement == "none":
+    elif addressing == "none":
+        # What was received is the output, which belongs to the caller. Of several chunks each
+        # would be received into a buffer of its own, and none of them would be the output.
+        assert builder.num_chunks == 1, f"{builder.num_chunks} chunks have no place in the output"
         received = builder.buffers[builder.current]
         builder.buffers[builder.current] = received._replace(release=Release.CALLER)
     elif builder.current != builder.output:
@@ -52,7 +57,7 @@ def duplicate(builder: "ChunkBuilder", at: int) -> None:
     reads = [rows]
     if builder.pass_.ids:
         lists = builder.add_buffer(
-            shape.stage.name, builder.boundary(at), columns=(), release=Release.EXCHANGE
+            shape.stage.name, builder.boundary(at), columns=(), release=Release.MICRO_BATCH
         )
         kind: Kind = "find_copies" if _is_per_expert(shape) else "find_lists"
         builder.add_operation(kind, at, [rows], [lists])
@@ -63,28 +68,29 @@ def duplicate(builder: "ChunkBuilder", at: int) -> None:
 
 def reduce(builder: "ChunkBuilder", at: int) -> None:
     """Sum the copies of each row; this rank's term of a sum over ranks stays unrounded."""
-    name, following, group = builder.stages[at].stage.name, builder.stages[at + 1], None
-    copies, sums = builder.boundary(at), builder.boundary(at + 1)
+    name, following = builder.stages[at].stage.name, builder.stages[at + 1]
+    gather = unrounded = None
+    before, after = builder.boundary(at), builder.boundary(at + 1)
     writes = [builder.add_message(at)]
     if isinstance(following.stage, AllGather) and following.group_size > 1 and builder.is_rounded:
-        group = following.stage.group
+        gather = builder.position(at + 1)
         column = Column("rows", builder.row.hidden_size, builder.row.sum_bytes)
         unrounded = builder.add_buffer(f"{name}, unrounded", builder.boundary(at + 2), (column,))
-        builder.unrounded = unrounded
         writes.append(unrounded)
-    writes += builder.add_scratch(at, copies, 1, sums)
-    reads_by_index = builder.current == 0 and builder.stages[0].placement == "index"
+    scratch = builder.add_scratch(at, before, 1, after)
+    reads_by_index = builder.current == INPUT and builder.stages[0].addressing == "index"
     if reads_by_index and builder.is_rounded and not builder.is_fused:
         # Rows are gathered in their own dtype before they are converted. They share the slot of the
-        # sums, writes[-1], which torch allocates after it has freed them.
-        writes.append(builder.add_summed(at, copies, builder.row.value_bytes, slot=writes[-1]))
+        # sums, which torch allocates after it has freed them.
+        scratch.append(builder.add_summed(at, before, builder.row.value_bytes, slot=scratch[-1]))
+    reads = [builder.current]
     builder.add_operation(
-        "reduce", at, [builder.current], writes, group=group, unrounded=builder.unrounded
+        "reduce", at, reads, writes, scratch=scratch, gather=gather, unrounded=unrounded
     )
 
 
 def all_to_all(builder: "ChunkBuilder", at: int) -> None:
-    """Exchange rows with the group."""
+    """Send rows to the ranks of the group, and receive theirs."""
     builder.add_collective("alltoall", at)
 
 
@@ -94,35 +100,38 @@ def all_gather(builder: "ChunkBuilder", at: int) -> None:
 
 
 def reduce_scatter(builder: "ChunkBuilder", at: int) -> None:
-    """Exchange parts with the group; they are summed with the next stage that has operations."""
-    builder.add_collective("alltoall", at, copies=builder.stages[at].group_size)
+    """Send every rank its terms of each row, and sum them; this rank's own may be unrounded.
+
+    The sum is issued with the next stage that has operations, and not with the collective, so that
+    it waits a step later.
+    """
+    name = f"sum of {builder.stages[at].stage.name}"
+    # Written by the `reduce` of the stage before, if the terms were rounded for the wire.
+    unrounded = builder.operations[-1].unrounded if builder.operations else None
+    builder.add_collective("alltoall", at, repeats=builder.stages[at].group_size)
+    terms = builder.buffers[builder.current]
+    reads = [terms.series] if unrounded is None else [terms.series, unrounded]
+    first = ranks_per_sum(builder.etp, terms.repeats)
     reader = next(
         after for after in range(at + 1, len(builder.stages)) if not builder.is_idle(after)
     )
-    reduce_parts(builder, reader, builder.operations[-1])
-
-
-def reduce_parts(builder: "ChunkBuilder", at: int, exchange: Operation) -> None:
-    """Sum the parts of each row from all ranks; this rank's own may be unrounded."""
-    name, parts = f"sum of {exchange.stage}", builder.buffers[builder.current]
-    first, unrounded = parts_per_sum(builder.etp, parts.copies), builder.unrounded
-    if builder.is_put_at_once(at):
+    if builder.is_put_at_once(reader):
         total = builder.add_output()
     else:
-        total = builder.add_buffer(name, parts.boundary, parts.columns, parts.packed)
-    num_sums = 1 if first == parts.copies else 2
-    scratch = builder.add_scratch(at, parts.boundary, parts.copies, parts.boundary, num_sums)
+        total = builder.add_buffer(name, terms.boundary, terms.columns, terms.packed)
+    num_sums = 1 if first == terms.repeats else 2
+    scratch = builder.add_scratch(reader, terms.boundary, terms.repeats, terms.boundary, num_sums)
     builder.add_operation(
-        "reduce_parts",
-        at,
-        [builder.current] if unrounded is None else [builder.current, unrounded],
-        [total, *scratch],
+        "reduce_ranks",
+        reader,
+        reads,
+        [total],
+        scratch=scratch,
         stage=name,
-        group=exchange.group,
-        parts_per_sum=first,
+        gather=builder.position(at),
+        ranks_per_sum=first,
         unrounded=unrounded,
     )
-    builder.unrounded = None
 
 
 # (kind of stage, transposed) -> the function that adds its operations.
@@ -138,50 +147,39 @@ OPERATIONS_OF: Mapping[tuple[type, bool], Callable[["ChunkBuilder", int], None]]
 }
 
 
-def operations_of_chunk(
-    shape: ChainShape, offsets: Sequence[int], pass_: Pass, row: RowFormat, is_fused: bool
-) -> "ChunkBuilder":
-    """Operations and buffers of one chunk, by the table above.
+def ranks_per_sum(etp: int, num_ranks: int) -> int:
+    """Number of adjacent ranks whose terms are summed first, before those sums are added.
 
-    Args:
-        shape: of the bound chain.
-        offsets: [N] steps by which each stage trails the first one.
-        pass_: the pass.
-        row: the sizes of a row's values.
-        is_fused: kernels put rows in place, and sum them without memory of their own.
+    The ETP ranks of each expert, as in stock; all ranks if there is no such nesting.
     """
-    builder = ChunkBuilder(shape, offsets, pass_, row, is_fused)
-    for at, stage in enumerate(builder.stages):
-        if not builder.is_idle(at):
-            OPERATIONS_OF[type(stage.stage), pass_.transpose](builder, at)
-    return builder
-
-
-def parts_per_sum(etp: int, num_parts: int) -> int:
-    """Number of adjacent parts of a row that are summed first, before those sums are added.
-
-    The ETP parts of each expert's output, as in stock; all parts if there is no such nesting.
-    """
-    return etp if 1 < etp < num_parts and num_parts % etp == 0 else num_parts
+    return etp if 1 < etp < num_ranks and num_ranks % etp == 0 else num_ranks
 
 
 class ChunkBuilder:
-    """Operations and buffers of one chunk under construction.
+    """Builds the operations and buffers of one chunk, by the table above.
 
-    Attributes:
-        stages: [N] shapes of the stages in the order of the pass.
+    They have the types of the whole program. Here they refer to each other by series, as there is
+    no number yet; fields that depend on the chunk, or on the waits, are open.
+
+    Args:
+        shape: of the bound chain.
+        offsets: steps by which each stage of the pass trails the first one.
         pass_: the pass.
         row: the sizes of a row's values.
+        is_fused: kernels put rows in place, and sum them without memory of their own.
+
+    Attributes:
+        stages: shapes of the stages in the order of the pass.
+        num_chunks: C of the chain.
+        pass_, row, is_fused: as given.
         etp: expert tensor parallel size.
         is_rounded: sums are wider than rows, so they are rounded for the wire.
-        is_fused: see `operations_of_chunk`.
-        operations: `series` is the index here; `reads` and `writes` are indices into `buffers`.
-            Fields that depend on the chunk, or on other operations, are left open.
-        buffers: the input comes first. `chunk` is None where a buffer holds the rows of all chunks;
-            `slot` is the index here of the buffer whose memory is used.
+        operations: by series.
+        buffers: by series; the input comes first. `chunk` is None where a buffer holds the rows of
+            all chunks; `slot` is the series of the buffer whose memory is used.
         current: buffer of the rows that the next operation reads; at the end the output.
         output: buffer of the output, once an operation puts rows in place.
-        unrounded: buffer of this rank's part of a sum over ranks, before it is rounded; or None.
+        unrounded: buffer of this rank's term of a sum over ranks, before it is rounded; or None.
     """
 
     def __init__(
@@ -194,26 +192,36 @@ class ChunkBuilder:
     ) -> None:
         self.stages = shape.stages[::-1] if pass_.transpose else shape.stages
         self.pass_, self.row, self.etp = pass_, row, shape.etp
+        self.num_chunks = shape.num_chunks
         self.is_rounded = row.sum_bytes > row.value_bytes
         self.is_fused = is_fused
         self._offsets = offsets
         self._crossing_groups = shape.crossing_groups
         # The last boundary at which a row is a token with all of its experts.
-        per_expert = [at for at, stage in enumerate(shape.stages) if _is_per_expert(stage)]
+        per_expert = [
+            position for position, stage in enumerate(shape.stages) if _is_per_expert(stage)
+        ]
         self._last_token_boundary = max(per_expert, default=-1)
         self.operations: list[Operation] = []
         self.buffers: list[Buffer] = []
         self.output: int | None = None
-        self.unrounded: int | None = None
         self.current = self._add_whole("input", self.boundary(0))
+        assert self.current == INPUT, "the first buffer is the input"
+        for at, stage in enumerate(self.stages):
+            if not self.is_idle(at):
+                OPERATIONS_OF[type(stage.stage), pass_.transpose](self, at)
 
     def is_idle(self, at: int) -> bool:
         """Whether a stage is a collective of one rank."""
         shape = self.stages[at]
         return isinstance(shape.stage, AllToAll | AllGather) and shape.group_size == 1
 
+    def position(self, at: int) -> int:
+        """Position in the chain of a stage of the pass."""
+        return len(self.stages) - 1 - at if self.pass_.transpose else at
+
     def boundary(self, at: int) -> int:
-        """Boundary before a stage of the pass: the number of the chain's stages to its left."""
+        """Boundary before a stage of the pass: how many stages of the chain lie to its left."""
         return len(self.stages) - at if self.pass_.transpose else at
 
     def columns(self, boundary: int) -> tuple[Column, ...]:
@@ -234,14 +242,14 @@ class ChunkBuilder:
         and the last stage puts them in place. Elsewhere each column is sent as it lies.
         """
         is_sent = isinstance(self.stages[at + 1].stage, AllToAll | AllGather)
-        is_put = self.stages[-1].placement != "none"
+        is_put = self.stages[-1].addressing != "none"
         return is_sent and is_put and len(self.columns(self.boundary(at + 1))) > 1
 
     def is_put_at_once(self, reader: int) -> bool:
         """Whether a fused kernel writes what stage `reader` reads straight to the output."""
-        placements = ("slice",) if self.pass_.transpose else ("slice", "index")
+        addressings = ("slice",) if self.pass_.transpose else ("slice", "index")
         is_last = reader == len(self.stages) - 1
-        return self.is_fused and is_last and self.stages[reader].placement in placements
+        return self.is_fused and is_last and self.stages[reader].addressing in addressings
 
     def add_buffer(
         self,
@@ -249,28 +257,28 @@ class ChunkBuilder:
         boundary: int,
         columns: tuple[Column, ...] | None = None,
         packed: bool = False,
-        copies: int = 1,
+        repeats: int = 1,
         release: Release = Release.JOIN,
         chunk: int | None = 0,
         slot: int | None = None,
     ) -> int:
-        """Add a buffer; its columns are those of the boundary if none are given."""
-        number = len(self.buffers)
+        """Add a buffer, with the columns of the boundary if none are given; returns its series."""
+        series = len(self.buffers)
         buffer = Buffer(
-            number=number,
+            number=series,
             name=name,
             chunk=chunk,
             boundary=boundary,
-            copies=copies,
+            repeats=repeats,
             columns=self.columns(boundary) if columns is None else columns,
             packed=packed,
             release=release,
-            slot=number if slot is None else slot,
+            slot=series if slot is None else slot,
             last_read=-1,
-            series=number,
+            series=series,
         )
         self.buffers.append(buffer)
-        return number
+        return series
 
     def _add_whole(self, name: str, boundary: int) -> int:
         """The rows of all chunks, which belong to the caller."""
@@ -289,9 +297,9 @@ class ChunkBuilder:
         return self.add_buffer(name, self.boundary(at + 1), packed=packed)
 
     def add_summed(
-        self, at: int, boundary: int, value_bytes: int, copies: int = 1, slot: int | None = None
+        self, at: int, boundary: int, value_bytes: int, repeats: int = 1, slot: int | None = None
     ) -> int:
-        """Scratch columns that are summed at a time: all, or a block where they are converted."""
+        """Scratch memory of the columns summed at a time: all, or a block if they are converted."""
         width = self.row.hidden_size
         if self.is_rounded:
             width = min(width, SUM_COLUMNS)
@@ -299,7 +307,7 @@ class ChunkBuilder:
             f"{self.stages[at].stage.name}, summed",
             boundary,
             (Column("rows", width, value_bytes),),
-            copies=copies,
+            repeats=repeats,
             release=Release.LAST_READ,
             slot=slot,
         )
@@ -308,8 +316,6 @@ class ChunkBuilder:
         self, at: int, of_terms: int, num_terms: int, of_sums: int, num_sums: int = 1
     ) -> list[int]:
         """Scratch memory of a sum: its terms, if they are converted, and the sums.
-
-        For the memory model alone; torch allocates it inside the operation.
 
         Args:
             at: the stage.
@@ -331,10 +337,12 @@ class ChunkBuilder:
         at: int,
         reads: Sequence[int],
         writes: Sequence[int],
+        scratch: Sequence[int] = (),
         stage: str | None = None,
         resource: Resource = "memory",
         group: GroupName | None = None,
-        parts_per_sum: int = 0,
+        gather: int | None = None,
+        ranks_per_sum: int = 0,
         unrounded: int | None = None,
     ) -> None:
         """Add an operation of a stage; the next one reads the first buffer that it writes."""
@@ -342,11 +350,12 @@ class ChunkBuilder:
             number=-1,
             kind=kind,
             stage=self.stages[at].stage.name if stage is None else stage,
-            position=len(self.stages) - 1 - at if self.pass_.transpose else at,
+            position=self.position(at),
             chunk=0,
             series=len(self.operations),
             reads=tuple(reads),
             writes=tuple(writes),
+            scratch=tuple(scratch),
             resource=resource,
             group=group,
             stream=self._offsets[at],
@@ -354,18 +363,19 @@ class ChunkBuilder:
             after=(),
             launch_after=(),
             host="enqueues",
-            parts_per_sum=parts_per_sum,
+            gather=gather,
+            ranks_per_sum=ranks_per_sum,
             unrounded=unrounded,
         )
         self.operations.append(operation)
         self.current = writes[0]
 
-    def add_collective(self, kind: Kind, at: int, copies: int = 1) -> None:
+    def add_collective(self, kind: Kind, at: int, repeats: int = 1) -> None:
         """Add a collective, whose messages arrive as they were sent."""
         stage, sent = self.stages[at].stage, self.buffers[self.current]
         assert isinstance(stage, AllToAll | AllGather), f"{stage.name} is no collective"
         arrived = self.add_buffer(
-            stage.name, self.boundary(at + 1), sent.columns, sent.packed, copies
+            stage.name, self.boundary(at + 1), sent.columns, sent.packed, repeats
         )
         resource: Resource = "inter" if stage.group in self._crossing_groups else "intra"
         self.add_operation(
@@ -374,4 +384,4 @@ class ChunkBuilder:
 
 
 def _is_per_expert(shape: StageShape) -> bool:
-    return isinstance(shape.stage, Duplicate) and shape.stage.part == "expert"
+    return isinstance(shape.stage, Duplicate) and shape.stage.per == "expert"

@@ -3,13 +3,11 @@
     stage        forward                                    transpose
     Permute      whole[start:start+length] <-> chunk rows   the inverse permutation
     Duplicate    a copy for each part that a row goes to    the sum of a row's copies, in fp32
-    AllToAll     exchange rows with the group               the same with swapped counts
-    AllGather    concatenate over the group                 exchange of parts, then one fp32 sum
+    AllToAll     send rows to the ranks of the group        the same with swapped counts
+    AllGather    concatenate over the group                 AllToAll of terms, then their fp32 sum
 
 A stage is plain data and names its operation. Bound to counts it becomes a `BoundStage`. Stages are
 compared by identity, so that the shape of a chain is cheap to hash. No torch.
-
-Notation: C = number of chunks, P = ranks of the stage's group.
 """
 
 from collections.abc import Callable
@@ -35,21 +33,23 @@ class Permute:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Duplicate:
-    """A copy of a row for every part of the experts in which its token has one.
+    """A copy of a row for every part of the experts in which its token has an expert.
 
-    The parts are nodes, ranks or single experts. Copies are ordered by part, then by row; each
-    keeps the expert ids and probabilities that belong to its part. The transpose sums the copies
-    of a row in the order of the parts, and so of the experts, in fp32 and rounds once; gradients of
-    probabilities are scattered back, without a sum.
+    The parts are nodes, ranks or single experts. Copies are ordered by part, then by row. A copy
+    for a node or a rank carries the whole list of its token's experts and their probabilities, a
+    copy for an expert that expert's probability alone. The transpose sums the copies of a row in
+    the order of the parts, and so of the experts, in fp32 and rounds once. It sums gradients of
+    lists likewise, to which each copy adds 0 for the experts of other parts; the gradient of a
+    single expert's probability is put in its place in the list.
     """
 
     name: str
-    part: Literal["node", "rank", "expert"]
+    per: Literal["node", "rank", "expert"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllToAll:
-    """An exchange inside `group`; the transpose swaps sent and received rows."""
+    """Every rank of `group` sends rows to every other; the transpose swaps sent and received."""
 
     name: str
     group: GroupName
@@ -59,8 +59,8 @@ class AllToAll:
 class AllGather:
     """Every rank of `group` receives every rank's rows, in rank order.
 
-    The transpose is a reduce-scatter: an exchange of parts and a local sum, so that a sum is
-    rounded once, whatever the size of the group.
+    The transpose is a reduce-scatter, made of an AllToAll of the ranks' terms and a local sum: so a
+    sum is rounded once, whatever the size of the group.
     """
 
     name: str
@@ -75,27 +75,18 @@ class Segments:
     """Run-length-encoded scatter map: row of a chunk -> row of the tensor.
 
     Attributes:
-        num_runs: N, of each chunk.
-        find_runs: computes `lengths` and `starts` when they are first needed: on the expert side
-            that is after the first collective has started.
+        num_runs: runs of each chunk.
+        find_runs: computes `runs` at their first use, which on the expert side is after the first
+            collective has started.
     """
 
     num_runs: int
     find_runs: Callable[[], tuple[RowCounts, RowCounts]]
 
     @cached_property
-    def _runs(self) -> tuple[RowCounts, RowCounts]:
+    def runs(self) -> tuple[RowCounts, RowCounts]:
+        """[C, runs] length of each run and its first row in the tensor; a chunk is its runs."""
         return self.find_runs()
-
-    @property
-    def lengths(self) -> RowCounts:
-        """[C, N] rows in each run; a chunk is its runs laid end to end."""
-        return self._runs[0]
-
-    @property
-    def starts(self) -> RowCounts:
-        """[C, N] first row of each run in the tensor."""
-        return self._runs[1]
 
     @property
     def is_slice(self) -> bool:
@@ -108,13 +99,13 @@ class Segments:
 
     @cached_property
     def _slices(self) -> list[slice]:
-        ends = (self.starts + self.lengths)[:, 0].tolist()
-        return list(map(slice, self.starts[:, 0].tolist(), ends))
+        lengths, starts = self.runs
+        return list(map(slice, starts[:, 0].tolist(), (starts + lengths)[:, 0].tolist()))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertRange:
-    """The parts of a `Duplicate`: equal, consecutive ranges of experts.
+class Parts:
+    """The parts that a bound `Duplicate` copies for: equal, consecutive ranges of experts.
 
     Attributes:
         first: the first expert of the first part.
@@ -127,9 +118,9 @@ class ExpertRange:
     num_parts: int
 
 
-# How a `Permute` addresses the rows of a chunk in the tensor: all of them as they lie, one run, or
-# rows by index.
-RowSelection: TypeAlias = Literal["none", "slice", "index"]
+# How a `Permute` addresses the rows of a chunk in the tensor. "none": the only chunk is the tensor;
+# "slice": the rows are one run; "index": a list of row indices.
+Addressing: TypeAlias = Literal["none", "slice", "index"]
 
 
 class StageShape(NamedTuple):
@@ -137,12 +128,12 @@ class StageShape(NamedTuple):
 
     Attributes:
         stage: the stage.
-        placement: how a `Permute` addresses its rows.
+        addressing: how a `Permute` addresses its rows.
         group_size: ranks of a collective's group.
     """
 
     stage: Stage
-    placement: RowSelection
+    addressing: Addressing
     group_size: int
 
 
@@ -164,7 +155,7 @@ class BoundStage:
     send: RowCounts
     receive: RowCounts
     segments: Segments | None = None
-    parts: ExpertRange | None = None
+    parts: Parts | None = None
 
     @cached_property
     def splits(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -186,10 +177,10 @@ class BoundStage:
     @property
     def shape(self) -> StageShape:
         """Shape of the stage, which does not depend on the counts."""
-        placement: RowSelection = "none"
+        addressing: Addressing = "none"
         if self.segments is not None:
-            placement = "slice" if self.segments.is_slice else "index"
-        return StageShape(self.stage, placement, self.send.shape[1])
+            addressing = "slice" if self.segments.is_slice else "index"
+        return StageShape(self.stage, addressing, self.send.shape[1])
 
 
 def _over_peers(rows: RowCounts) -> RowCounts:

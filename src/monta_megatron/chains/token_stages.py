@@ -2,9 +2,6 @@
 
 The split of tokens into chunks; a copy per node, sent along the rail; and, last in all of them, the
 copies for the local experts, in stock's order. No torch.
-
-Notation: C = number of chunks, B = token blocks, S = source ranks, P = parts, N = nodes, L = local
-experts.
 """
 
 from functools import cache
@@ -19,7 +16,7 @@ from monta_megatron.chains.stages import (
     AllToAll,
     BoundStage,
     Duplicate,
-    ExpertRange,
+    Parts,
     Permute,
     RowCounts,
     Segments,
@@ -27,10 +24,10 @@ from monta_megatron.chains.stages import (
 from monta_megatron.core import Layout
 
 SPLIT = Permute(name="split")
-TO_NODES = Duplicate(name="copy per node", part="node")
-TO_RANKS = Duplicate(name="copy per rank", part="rank")
-RAIL_EXCHANGE = AllToAll(name="alltoall between nodes", group="rail")
-TO_EXPERTS = Duplicate(name="copy per expert", part="expert")
+TO_NODES = Duplicate(name="copy per node", per="node")
+TO_RANKS = Duplicate(name="copy per rank", per="rank")
+RAIL_ALLTOALL = AllToAll(name="alltoall between nodes", group="rail")
+TO_EXPERTS = Duplicate(name="copy per expert", per="expert")
 ORDER = Permute(name="order")
 
 
@@ -47,14 +44,7 @@ def bind_split(layout: Layout, counts: TokenCounts, num_chunks: int) -> BoundSta
     return BoundStage(stage=SPLIT, send=tokens_C1, receive=tokens_C1, segments=segments)
 
 
-def bind_copies(
-    stage: Duplicate, rows_C: RowCounts, copies_CP: RowCounts, parts: ExpertRange
-) -> BoundStage:
-    """A `Duplicate` of rows into copies for each part."""
-    return BoundStage(stage=stage, send=rows_C[:, None], receive=copies_CP, parts=parts)
-
-
-def bind_node_exchange(
+def bind_node_copies(
     layout: Layout, counts: TokenCounts, num_chunks: int
 ) -> tuple[BoundStage, BoundStage, BoundStage]:
     """One copy of a token per node, sent along the rail: the first half of both hierarchies.
@@ -66,13 +56,11 @@ def bind_node_exchange(
     sent_CN = by_chunk(counts.sent_to_nodes, num_chunks, axis=0)
     of_rail_NB = counts.for_node[layout.position :: layout.ranks_per_node]
     received_CN = by_chunk(of_rail_NB, num_chunks, axis=1).T
-    parts = ExpertRange(
-        first=0, size=layout.num_experts // layout.num_nodes, num_parts=layout.num_nodes
-    )
+    parts = Parts(first=0, size=layout.num_experts // layout.num_nodes, num_parts=layout.num_nodes)
     return (
         split,
-        bind_copies(TO_NODES, split.receive[:, 0], sent_CN, parts),
-        BoundStage(stage=RAIL_EXCHANGE, send=sent_CN, receive=received_CN),
+        BoundStage(stage=TO_NODES, send=split.receive, receive=sent_CN, parts=parts),
+        BoundStage(stage=RAIL_ALLTOALL, send=sent_CN, receive=received_CN),
     )
 
 
@@ -92,7 +80,7 @@ class Arrival(NamedTuple):
 def arrival(num_sources: int, etp: int, ranks_per_node: int = 1) -> Arrival:
     """Order of arrival: by rail, then by node, which is rank order where nodes have one rank.
 
-    It is the order in which the ranks of a node exchange what they received along their rails.
+    It is the order in which the ranks of a node pass on what they received along their rails.
     """
     sources = np.arange(num_sources).reshape(-1, ranks_per_node).T.ravel()
     # Ranks are numbered with ETP fastest.
@@ -130,9 +118,9 @@ def bind_experts(
         arrived: the last collective of the chain.
         order: source ranks in the order of arrival.
     """
-    rows_C = arrived.receive.sum(axis=1)
-    pairs_SCL = by_chunk(counts.experts, len(rows_C), axis=1)
-    experts = ExpertRange(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
+    rows_C1 = arrived.receive.sum(axis=1, keepdims=True)
+    pairs_SCL = by_chunk(counts.experts, len(rows_C1), axis=1)
+    experts = Parts(first=layout.first_expert, size=1, num_parts=layout.num_local_experts)
     copies_CL = pairs_SCL.sum(axis=0)
     copies_C1 = copies_CL.sum(axis=1)[:, None]
 
@@ -142,7 +130,7 @@ def bind_experts(
         return expert_order(runs_CLS, order.stock_order)
 
     return (
-        bind_copies(TO_EXPERTS, rows_C, copies_CL, experts),
+        BoundStage(stage=TO_EXPERTS, send=rows_C1, receive=copies_CL, parts=experts),
         BoundStage(
             stage=ORDER,
             send=copies_C1,

@@ -11,6 +11,7 @@ import os
 from monta_megatron.common.first_rank import is_first_rank, print_once
 
 VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
+NOT_RULED_OUT = "a circular wait of communicators is not ruled out"
 LEAST_NCCL, LEAST_CUDA = (2, 26), (12, 3)
 
 
@@ -53,7 +54,7 @@ def set_launch_order() -> str | None:
     NCCL reads it once, so this is called before the first process group is made.
 
     Returns:
-        A line for the user, or None.
+        A line for the user; None where the user has set it, and without GPUs or NCCL.
     """
     import torch.distributed as dist
 
@@ -61,7 +62,7 @@ def set_launch_order() -> str | None:
         return None
     useful, by = is_useful()
     if not useful:
-        return None
+        return None if versions() is None else f"{VARIABLE} is not set: {by}; {NOT_RULED_OUT}"
     if dist.is_initialized():
         return f"{VARIABLE} is not set, and process groups are there already; set it to 1 ({by})"
     os.environ[VARIABLE] = "1"

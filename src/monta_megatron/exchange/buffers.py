@@ -1,173 +1,56 @@
-"""Buffers of a pass: its messages, and the columns of rows in them as views.
+"""Buffers of a pass, as its operations address them: columns, and row indices of a chunk in them.
 
-Columns: `rows` [N, H], the hidden states; `probs`, the routing probabilities, [N] where a row is a
-permuted token and [N, W] where it is a token with up to W experts; `ids` [N, W], those experts.
-Where a stage copies the rows anyway, the columns after it share a message of bytes, and each
-collective is issued once; elsewhere they are sent in place, column by column, because packing
-would cost a copy.
-
-Gaps between the columns of a packed row are zero, so no uninitialised byte is sent.
-
-Overhead of a packed row: the probabilities, the ids, and alignment to 16 bytes. At H=4096 in bf16
-(8,192 bytes) with fp32 probabilities that is 16 bytes (0.2%) for a permuted token; for
-a token with 8 experts it is 8 * (4 + 4) = 64 bytes (0.8%) in dispatch and 32 bytes in its backward.
-
-On a device all buffers of one format share one allocation, made on the caller's stream before the
-pass forks. So every use comes after the allocation, and memory freed on the caller's stream can be
-used at once. On CPU ranks a buffer is allocated when it is first written and freed after its last
-read.
-
-Notation: N = rows, H = hidden size, W = most experts of any token.
+Notation: N = rows of a chunk, H = hidden size, W = most experts of any token.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     ALIGNMENT_BYTES,
-    Column,
+    INPUT,
     Operation,
     Pass,
     Policy,
-    Program,
-    Release,
     RowFormat,
-    offsets_bytes,
 )
+from monta_megatron.chains.stages import AllGather, BoundStage
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.copies import Copies, Parts
+from monta_megatron.exchange.copies import Copies, PartBounds
 from monta_megatron.exchange.exchange import Exchange
+from monta_megatron.exchange.memory import Columns, Memory, MemoryLayout, memory_layout
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.kernels.tiles import Launches
 
-
-class Columns(NamedTuple):
-    """The columns of one pass, for all rows or for the rows of a chunk.
-
-    Attributes:
-        rows: [N, H].
-        probs: [N] or [N, W]; None in a pass of rows alone.
-        ids: [N, W] int32; None except in dispatch forward.
-    """
-
-    rows: torch.Tensor
-    probs: torch.Tensor | None = None
-    ids: torch.Tensor | None = None
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All columns but those that are None."""
-        return [column for column in self if column is not None]
-
-    def of_rows(self, rows: slice) -> "Columns":
-        """The same columns, restricted to `rows`."""
-        probs, ids = self.probs, self.ids
-        return Columns(
-            self.rows[rows],
-            None if probs is None else probs[rows],
-            None if ids is None else ids[rows],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MessageFormat:
-    """Shape, dtype and offset of each column of a row.
-
-    Attributes:
-        shapes: shape of each column after the row axis: (H,), then () or (W,), then (W,).
-        dtypes: dtype of each column.
-        packed: the columns share one message of bytes; else each is a message.
-        device: of the messages.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    packed: bool
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], packed: bool) -> "MessageFormat":
-        """The format of `tensors`; a single column is never packed."""
-        return cls(
-            shapes=tuple(tuple(tensor.shape[1:]) for tensor in tensors),
-            dtypes=tuple(tensor.dtype for tensor in tensors),
-            packed=packed and len(tensors) > 1,
-            device=tensors[0].device,
-        )
-
-    def allocate(self, num_rows: int) -> list[torch.Tensor]:
-        """Uninitialised messages for `num_rows` rows."""
-        if self.packed:
-            return [torch.empty(num_rows, *self.row_bytes, dtype=torch.uint8, device=self.device)]
-        return [
-            torch.empty(num_rows, *shape, dtype=dtype, device=self.device)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
-
-    def columns(self, messages: Sequence[torch.Tensor]) -> Columns:
-        """The columns inside `messages`, as views."""
-        if not self.packed:
-            return Columns(*messages)
-        views = []
-        for shape, dtype, place in zip(self.shapes, self.dtypes, self._places_bytes, strict=True):
-            view = messages[0][:, place].view(dtype)
-            views.append(view if shape else view[:, 0])
-        return Columns(*views)
-
-    def clear_gaps(self, messages: Sequence[torch.Tensor]) -> None:
-        """Zero the bytes of packed rows that belong to no column."""
-        for gap in self._gaps_bytes:
-            messages[0][:, gap].zero_()
-
-    @cached_property
-    def row_bytes(self) -> list[int]:
-        """Bytes of a row in each message."""
-        if self.packed:
-            return offsets_bytes(self._sizes)[-1:]
-        return [num_values * value_bytes for num_values, value_bytes in self._sizes]
-
-    @cached_property
-    def _sizes(self) -> list[tuple[int, int]]:
-        """Values of each column in a row, and bytes of a value."""
-        return [
-            (math.prod(shape), dtype.itemsize)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
-
-    @cached_property
-    def _places_bytes(self) -> list[slice]:
-        """Bytes of each column in a packed row."""
-        offsets = offsets_bytes(self._sizes)
-        return [
-            slice(offset, offset + num_values * value_bytes)
-            for offset, (num_values, value_bytes) in zip(offsets, self._sizes, strict=False)
-        ]
-
-    @cached_property
-    def _gaps_bytes(self) -> list[slice]:
-        """Padding of a packed row, before an aligned column or the next row."""
-        if not self.packed:
-            return []
-        starts = [*(place.start for place in self._places_bytes[1:]), *self.row_bytes]
-        ends = [place.stop for place in self._places_bytes]
-        return [slice(*gap) for gap in zip(ends, starts, strict=True) if gap[0] < gap[1]]
+# Columns, and the row indices [N] of a chunk in them; None where all of their rows are the chunk's.
+Addressed: TypeAlias = tuple[Columns, torch.Tensor | None]
 
 
 class Buffers:
-    """The buffers of one pass over an exchange.
+    """What the operations of one pass read and write.
+
+    Columns and indices of an operation's `source` and `target`:
+
+        buffer                      columns                     index
+        between two stages          the chunk's rows            None
+        input or output, by the addressing of the first or last stage of the pass:
+            "none", the only chunk  all rows                    None
+            "slice"                 a view of the chunk's rows  None
+            "index"                 all rows                    [N] the chunk's rows in them
+
+    An index may come with the source of a "pack", or of a "reduce" that is the first operation, and
+    with the target of a "put" or "to_experts"; all other operations get None.
 
     Args:
         exchange: this micro-batch's exchange.
         pass_: the pass.
         columns: its input, contiguous.
-        policy: execution policy of the columns' device.
+        policy: how the program is executed.
         output: buffers for the result; None allocates them.
 
     Attributes:
@@ -176,7 +59,9 @@ class Buffers:
         sum_dtype: dtype of the sums over copies of a row.
         indices: row indices and copies, which the passes of the exchange share.
         formats: of each buffer.
-        parts: expert ranges of a stage's parts on the device, by its position; see `operations`.
+        memory: of the buffers.
+        messages, columns: of `memory`.
+        part_bounds: bounds of the parts of a `Duplicate`, by its position; see `operations`.
     """
 
     def __init__(
@@ -197,79 +82,53 @@ class Buffers:
             prob_bytes=0 if probs is None else probs.itemsize,
             sum_bytes=self.sum_dtype.itemsize,
         )
-        policy = "fused" if exchange.fused else policy
-        self.bound = lower(exchange.bound, pass_, row, width, policy, order=exchange.order)
-        program = self.bound.program
+        self.bound = lower(exchange.bound_chain, pass_, row, width, policy, order=exchange.order)
         prob_dtype = None if probs is None else probs.dtype
-        plan = _plan(program, width, rows_NH.dtype, self.sum_dtype, prob_dtype, device)
-        self.formats = plan.formats
+        layout = memory_layout(
+            self.bound.program, width, rows_NH.dtype, self.sum_dtype, prob_dtype, device
+        )
+        self.formats = layout.formats
         self.indices = exchange.indices(device)
-        self.parts: dict[int, Parts] = {}
-        # Positions of the pass's first and last stage.
-        last = len(exchange.bound.stages) - 1
-        self._first, self._last = (last, 0) if pass_.transpose else (0, last)
-        # Messages and columns per format; for each buffer, its index there and its rows.
-        self._memory: list[tuple[list[torch.Tensor], Columns]] = []
-        self._places: dict[int, tuple[int, slice]] = {}
-        # Views are made lazily: each costs the host as much as an operation.
-        self._messages: dict[int, list[torch.Tensor]] = {0: columns.tensors()}
-        self._columns: dict[int, Columns] = {0: columns}
-        # Rows of a chunk that are one contiguous run, by buffer and chunk.
-        self._slices: dict[tuple[int, int], Columns] = {}
+        self.part_bounds: dict[int, PartBounds] = {}
+        given = {INPUT: columns}
+        self._output = self.bound.program.output
         if output is not None:
-            self._columns[program.output] = output
-            self._messages[program.output] = output.tensors()
+            given[self._output] = output
+        self.memory = Memory(self.bound, layout, given)
         if policy != "host":
-            self._reserve(plan)
-        self._launches: dict[int, Launches] | None = plan.launches
-        if exchange.fused and not (
-            _is_regular(columns) and _is_regular(self.columns(program.output))
-        ):
-            self._launches = None
+            self.memory.reserve()
+        self.messages, self.columns = self.memory.messages, self.memory.columns
+        # Positions of the first and the last stage of the pass.
+        last = len(exchange.bound_chain.stages) - 1
+        self._first, self._last = (last, 0) if pass_.transpose else (0, last)
+        # Views of a chunk's rows in the input or the output, by its number and the chunk.
+        self._views: dict[tuple[int, int], Columns] = {}
+        # None where kernels may not be launched as in other passes.
+        self._launches: dict[int, Launches] | None = None
+        if policy == "fused" and _is_regular(columns) and _is_regular(self.columns(self._output)):
+            self._launches = _launches_of(layout)
 
     @property
     def pass_name(self) -> str:
         """Name of the pass."""
         return self.bound.program.pass_.name
 
-    def messages(self, number: int) -> list[torch.Tensor]:
-        """The messages of a buffer; CPU ranks allocate them at the first write."""
-        if number not in self._messages:
-            if number in self._places:
-                which, rows = self._places[number]
-                self._messages[number] = [message[rows] for message in self._memory[which][0]]
-            else:
-                num_rows = self.bound.rows(self.bound.program.buffers[number])
-                self._messages[number] = self._allocate(self.formats[number], int(num_rows))
-        return self._messages[number]
-
-    def columns(self, number: int) -> Columns:
-        """The columns of a buffer."""
-        if number not in self._columns:
-            format_ = self.formats[number]
-            if format_.packed and number in self._places:
-                which, rows = self._places[number]
-                self._columns[number] = self._memory[which][1].of_rows(rows)
-            else:
-                self._columns[number] = format_.columns(self.messages(number))
-        return self._columns[number]
-
-    def source(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
-        """Input columns of an operation, and its chunk's row indices [N] if not all rows."""
+    def source(self, operation: Operation) -> Addressed:
+        """What an operation reads; see the table of the class."""
         number = operation.reads[0]
-        if number:
+        if number != INPUT:
             return self.columns(number), None
         return self._of_chunk(number, self._first, operation.chunk)
 
     def sent(self, operation: Operation) -> list[torch.Tensor]:
         """Input messages of an operation."""
         number = operation.reads[0]
-        return self.messages(number) if number else self.source(operation)[0].tensors()
+        return self.messages(number) if number != INPUT else self.source(operation)[0].tensors()
 
-    def target(self, operation: Operation) -> tuple[Columns, torch.Tensor | None]:
-        """Output columns of an operation, and its chunk's row indices [N] if not all rows."""
+    def target(self, operation: Operation) -> Addressed:
+        """What an operation writes; see the table of the class."""
         number = operation.writes[0]
-        if number != self.bound.program.output:
+        if number != self._output:
             return self.columns(number), None
         return self._of_chunk(number, self._last, operation.chunk)
 
@@ -278,117 +137,45 @@ class Buffers:
         return self.indices.copies(operation.position, operation.chunk)
 
     def group(self, operation: Operation) -> PeerGroup:
-        """Group of a collective, or of the sum over ranks to which a "reduce" belongs."""
-        assert operation.group is not None, f"{operation.kind} has no group"
+        """Group of a collective."""
+        assert operation.group is not None, f"{operation.kind} is no collective"
         return self.exchange.groups[operation.group]
 
+    def gather(self, operation: Operation) -> tuple[BoundStage, int]:
+        """The AllGather to whose transpose an operation belongs, and this rank's position in it."""
+        assert operation.gather is not None, f"{operation.stage} is summed over no ranks"
+        bound = self.exchange.bound_chain.stages[operation.gather]
+        assert isinstance(bound.stage, AllGather), f"{bound.stage.name} is no AllGather"
+        return bound, self.exchange.groups[bound.stage.group].rank
+
     def launches(self, operation: Operation) -> "Launches":
-        """Kernel launches shared by all chunks; not cached for irregular rows."""
+        """Kernel launches that other passes and chunks have bound; none for irregular rows."""
         return {} if self._launches is None else self._launches[operation.series]
 
-    def release(self, operation: Operation) -> None:
-        """Free buffers at their last read; all others are held until the join."""
-        for number in operation.reads:
-            buffer = self.bound.program.buffers[number]
-            if buffer.release is Release.LAST_READ and buffer.last_read == operation.number:
-                self._messages.pop(number, None)
-                self._columns.pop(number, None)
-
-    def _of_chunk(
-        self, number: int, position: int, chunk: int
-    ) -> tuple[Columns, torch.Tensor | None]:
-        """Columns of a buffer of all chunks, and the row indices of one chunk."""
-        segments = self.exchange.bound.stages[position].segments
+    def _of_chunk(self, number: int, position: int, chunk: int) -> Addressed:
+        """A chunk's rows in the input or the output, which the stage at `position` addresses."""
+        segments = self.exchange.bound_chain.stages[position].segments
         if segments is None:
             return self.columns(number), None
         if not segments.is_slice:
             return self.columns(number), self.indices.rows(position, segments)[chunk]
         key = number, chunk
-        if key not in self._slices:
-            self._slices[key] = self.columns(number).of_rows(segments.slice_of(chunk))
-        return self._slices[key], None
-
-    def _reserve(self, plan: "_Plan") -> None:
-        """Allocate all buffers: one allocation per format, one slot of its ring after the other."""
-        rows_at = self.bound.bound.rows_at
-        for format_, slots in plan.allocations:
-            end = 0
-            for slot in slots:
-                start = end
-                for number, boundary, chunk, copies in slot:
-                    last = start + int(rows_at[boundary][chunk]) * copies
-                    self._places[number] = len(self._memory), slice(start, last)
-                    end = max(end, last)
-            messages = self._allocate(format_, end)
-            self._memory.append((messages, format_.columns(messages)))
-        self.columns(self.bound.program.output)
-
-    def _allocate(self, format_: MessageFormat, num_rows: int) -> list[torch.Tensor]:
-        messages = format_.allocate(num_rows)
-        format_.clear_gaps(messages)
-        return messages
-
-
-class _Plan(NamedTuple):
-    """State shared by passes of one program and dtype.
-
-    Attributes:
-        formats: of each buffer.
-        allocations: format of the buffers held until the join, and, for each ring slot, their
-            numbers, boundaries, chunks and copies.
-        launches: kernel launches by series of operations.
-    """
-
-    formats: tuple[MessageFormat, ...]
-    allocations: list[tuple[MessageFormat, list[list[tuple[int, int, int, int]]]]]
-    launches: dict[int, "Launches"]
+        if key not in self._views:
+            self._views[key] = self.columns(number).of_rows(segments.slice_of(chunk))
+        return self._views[key], None
 
 
 @lru_cache(maxsize=512)
-def _plan(
-    program: Program,
-    max_experts_per_token: int,
-    dtype: torch.dtype,
-    sum_dtype: torch.dtype,
-    prob_dtype: torch.dtype | None,
-    device: torch.device,
-) -> _Plan:
-    def shape(column: Column) -> tuple[int, ...]:
-        if column.name == "rows":
-            return (column.width or 0,)
-        return (max_experts_per_token,) if column.width is None else ()
-
-    def dtype_of(column: Column) -> torch.dtype:
-        if column.name == "rows":
-            return dtype if column.value_bytes == dtype.itemsize else sum_dtype
-        return prob_dtype if column.name == "probs" and prob_dtype is not None else torch.int32
-
-    formats = tuple(
-        MessageFormat(
-            shapes=tuple(map(shape, buffer.columns)),
-            dtypes=tuple(map(dtype_of, buffer.columns)),
-            packed=buffer.packed,
-            device=device,
-        )
-        for buffer in program.buffers
-    )
-    slots: dict[MessageFormat, dict[int, list[tuple[int, int, int, int]]]] = {}
-    for buffer, format_ in zip(program.buffers, formats, strict=True):
-        if buffer.release in (Release.JOIN, Release.WINDOW):
-            assert buffer.chunk is not None, f"{buffer.name} is the caller's"
-            place = buffer.number, buffer.boundary, buffer.chunk, buffer.copies
-            slots.setdefault(format_, {}).setdefault(buffer.slot, []).append(place)
-    return _Plan(
-        formats=formats,
-        allocations=[(format_, list(of_format.values())) for format_, of_format in slots.items()],
-        launches=defaultdict(dict),
-    )
+def _launches_of(layout: MemoryLayout) -> dict[int, "Launches"]:
+    """Kernel launches by series of operations, which the passes with one layout bind and share."""
+    return defaultdict(dict)
 
 
 def _is_regular(columns: Columns) -> bool:
     """Whether rows are contiguous and their hidden values aligned to 16 bytes.
 
-    A single row, or none, may have any stride.
+    Triton compiles a kernel for the alignment and strides of its arguments, so launches bound for
+    regular rows serve only these. A single row, or none, may have any stride.
     """
     rows = columns.rows
     return (rows.data_ptr() | rows.shape[1] * rows.itemsize) % ALIGNMENT_BYTES == 0 and all(

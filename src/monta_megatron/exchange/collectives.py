@@ -4,6 +4,11 @@ Groups are Megatron's, and the rails and nodes derived from them. On a device th
 called directly: the look-ups and checks of torch's functions take the host as long as the call. CPU
 ranks call torch's functions, which their emulation replaces. So do groups wrapped by a framework,
 which may lack methods of the group inside.
+
+Collectives of several groups overlap, and every rank issues them in the same order. That order does
+not rule out a circular wait: two ranks may start the kernels of two NCCL communicators in different
+orders, each with the one first that on the other rank lacks SMs. NCCL_LAUNCH_ORDER_IMPLICIT=1 does
+(`common.launch_order`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -134,14 +139,14 @@ UNSET = -(2**31)
 
 
 class _OwnGroup(NamedTuple):
-    """A group created here, and how many times; the same number on all members."""
+    """A group created here, and how often it was; all of its members have counted the same."""
 
     group: dist.ProcessGroup
     times: int
 
 
-# By default group, since a restart of torch.distributed creates another; then by members. Shared by
-# all layers.
+# By the default group, as a restart of torch.distributed creates another one; then by members. All
+# layers share them.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _OwnGroup]] = WeakKeyDictionary()
 
 
@@ -154,6 +159,9 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> tuple[int, ...]:
     """The node of every rank of `group`, numbered from 0 in the order of the ranks.
+
+    For tools: a dispatcher has gathered the hosts with its other facts, and may have a cluster
+    file; see `integration.ranks.nodes_of_exchange`.
 
     Args:
         group: the ranks of an exchange; all of them call this, unless `ranks_per_node` is given.

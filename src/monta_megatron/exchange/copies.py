@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.sums import sum_rows
 
 T = TypeVar("T", int, NDArray[np.int64])
@@ -28,14 +28,14 @@ def block_size(num_tokens: T, num_blocks: int) -> T:
 
 
 def count_routing(
-    routing_map_TE: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
+    routing_map_TE: torch.Tensor, num_blocks: int, num_parts: dict[str, int], with_most: bool
 ) -> dict[str, torch.Tensor]:
     """Count by token block: contiguous int32 tensors on the device of the map, with no sync.
 
     Args:
         routing_map_TE: bool.
         num_blocks: B.
-        part_sizes: P by name, for equal parts; each part consists of parts of the next kind.
+        num_parts: P by name, for equal parts; each part consists of parts of the next kind.
         with_most: also return the most experts of any token.
 
     Returns:
@@ -53,9 +53,9 @@ def count_routing(
     if with_most:
         counts["most experts"] = hits_BTE.sum(dim=2, dtype=torch.int32).amax().view(1)
     hits_BTP = hits_BTE
-    for name, num_parts in reversed(part_sizes.items()):
+    for name, number in reversed(num_parts.items()):
         # [B, T/B, smaller parts] -> [B, T/B, P, parts of each] -> [B, T/B, P]
-        hits_BTP = hits_BTP.unflatten(2, (num_parts, -1)).any(dim=3)
+        hits_BTP = hits_BTP.unflatten(2, (number, -1)).any(dim=3)
         counts[name] = hits_BTP.sum(dim=1, dtype=torch.int32)
     return counts
 
@@ -79,15 +79,13 @@ class Copies(NamedTuple):
     place: torch.Tensor | None = None
 
     @classmethod
-    def empty(
-        cls, num_rows: int, num_copies: int, parts: ExpertRange, device: torch.device
-    ) -> "Copies":
+    def empty(cls, num_rows: int, num_copies: int, parts: Parts, device: torch.device) -> "Copies":
         """Uninitialised copies of one chunk."""
         sizes = cls.sizes(num_rows, num_copies, parts)
         return cls(*torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes))
 
     @staticmethod
-    def sizes(num_rows: int, num_copies: int, parts: ExpertRange) -> list[int]:
+    def sizes(num_rows: int, num_copies: int, parts: Parts) -> list[int]:
         """Lengths of the index tensors."""
         of_experts = [num_copies] if parts.size == 1 else []
         return [num_copies, num_copies, num_rows + 1, *of_experts]
@@ -110,8 +108,8 @@ class Copies(NamedTuple):
         return sum_rows(copies, order_M, self.row_starts)
 
 
-class Parts(NamedTuple):
-    """The parts of a `Duplicate` on the device, for all chunks.
+class PartBounds(NamedTuple):
+    """Bounds of the parts of a `Duplicate` on the device, for all chunks.
 
     Attributes:
         bounds: [most N, P + 1] first expert of each part, and the end of the last part.
@@ -122,7 +120,7 @@ class Parts(NamedTuple):
     numbers: torch.Tensor
 
     @classmethod
-    def of(cls, parts: ExpertRange, num_rows: int, num_copies: int, ids: torch.Tensor) -> "Parts":
+    def of(cls, parts: Parts, num_rows: int, num_copies: int, ids: torch.Tensor) -> "PartBounds":
         """For chunks of at most `num_rows` and `num_copies`, in the dtype and device of `ids`."""
         end = parts.first + parts.size * parts.num_parts
         bounds = torch.arange(parts.first, end + 1, parts.size, dtype=ids.dtype, device=ids.device)
@@ -132,7 +130,7 @@ class Parts(NamedTuple):
         )
 
 
-def find_copies(ids_NW: torch.Tensor, parts: Parts, copies: Copies) -> None:
+def find_copies(ids_NW: torch.Tensor, parts: PartBounds, copies: Copies) -> None:
     """Derive the copies of rows from their experts.
 
     Hand-worked: two rows with ids [1 4 5] and [0 5 -], two parts of experts 0-3 and 4-7. The

@@ -1,11 +1,13 @@
-"""Errors of an exchange, and reports on passes that fail or are late.
+"""Errors of an exchange: the passes and the waits of the host that fail or are late.
 
 Every rank issues the same operations in the same order, so operation numbers compare across ranks:
 the rank with the lowest is behind, and the others wait for it.
 """
 
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -26,15 +28,15 @@ class ExchangeError(RuntimeError):
     """A failed exchange; the message names the collective, the last operations and versions."""
 
 
-# Passes of this process in flight; they leave with their last reference.
+# Passes of this process in flight; a pass leaves the set with its last reference.
 UNDER_WAY: "WeakSet[Execution]" = WeakSet()
 
 
-def failure(one: "Execution", operation: Operation, error: Exception) -> ExchangeError:
+def failure(execution: "Execution", operation: Operation, error: Exception) -> ExchangeError:
     """Error of an operation that failed at its start or wait."""
-    place = place_of(one.bound, one.groups, operation)
+    place = place_of(execution.bound, execution.groups, operation)
     return ExchangeError(
-        f"{place} failed: {error}\n{_of_pass(one, operation.number)}; {versions()}"
+        f"{place} failed: {error}\n{_of_pass(execution, operation.number)}; {versions()}"
     )
 
 
@@ -42,6 +44,51 @@ def passes_under_way() -> str:
     """All passes in flight, for an error outside of passes."""
     passes = [f"{_pass(each.bound)}: {_of_pass(each)}" for each in UNDER_WAY]
     return "; ".join([*(passes or ["no pass is under way"]), versions()])
+
+
+class HostWait(NamedTuple):
+    """A collective outside the passes on which the host may be blocked.
+
+    Attributes:
+        what: the collective and its purpose.
+        process_group: the ranks of the exchange.
+        since_s: start, by `time.monotonic`.
+    """
+
+    what: str
+    process_group: dist.ProcessGroup
+    since_s: float
+
+    def __str__(self) -> str:
+        ranks = dist.get_process_group_ranks(self.process_group)
+        rank = dist.get_group_rank(self.process_group, dist.get_rank())
+        named = ", ".join(map(str, ranks))
+        return f"{self.what}, group tp_ep (rank {rank} of {len(ranks)}: ranks {named})"
+
+
+# Of this process now, the latest last; `time_limit` reports those that are late.
+host_waits: list[HostWait] = []
+
+
+@contextmanager
+def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Raise failures inside the block as `ExchangeError`s that name the collective.
+
+    Args:
+        what: the collective and its purpose.
+        group: the ranks of an exchange.
+
+    Raises:
+        ExchangeError: the collective failed or timed out.
+    """
+    wait = HostWait(what, group, time.monotonic())
+    host_waits.append(wait)
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(f"{wait} failed: {error}\n{passes_under_way()}") from error
+    finally:
+        host_waits.remove(wait)
 
 
 def place_of(bound: BoundProgram, groups: Groups, operation: Operation) -> str:
@@ -90,11 +137,11 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def _of_pass(one: "Execution", *failed: int) -> str:
+def _of_pass(execution: "Execution", *failed: int) -> str:
     pending = {
-        number for number, works in one.works.items() if not all(map(_has_ended, works))
+        number for number, works in execution.works.items() if not all(map(_has_ended, works))
     }.union(failed)
-    return last_operations(one.bound, one.groups, one.num_issued, pending)
+    return last_operations(execution.bound, execution.groups, execution.num_issued, pending)
 
 
 def _has_ended(work: dist.Work) -> bool:

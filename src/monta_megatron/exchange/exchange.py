@@ -1,6 +1,6 @@
 """One micro-batch's exchange: state shared by its four passes.
 
-Notation: C = number of chunks, N = rows of all chunks.
+Notation: C = number of chunks, N = rows of all chunks, R = runs of rows of each chunk.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,10 @@ from monta_megatron.exchange.monitor import Monitor
 
 
 class Indices:
-    """Copies and row indices of all stages, in one allocation of the first pass's caller.
+    """Copies and row indices of all stages, in one allocation.
 
-    Splits one buffer into views per chunk, lazily: mostly while the first collective is in flight.
+    It is made on the stream that calls the first pass, and is split into views per chunk lazily,
+    mostly while the first collective is in flight.
 
     Attributes:
         memory: [any number] int64; None if no stage needs any.
@@ -72,19 +73,20 @@ class Indices:
 def _row_indices(segments: Segments, into_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Expand the runs of every chunk to row indices: one copy to the device, no sync.
 
-    [C, N] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
+    [C, R] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
     """
     device, total = into_N.device, len(into_N)
-    lengths = segments.lengths.ravel()
+    lengths_CR, starts_CR = segments.runs
+    lengths = lengths_CR.ravel()
     # Index of a row: its run's start, plus its offset in the run.
-    shifts = segments.starts.ravel() - (np.cumsum(lengths) - lengths)
+    shifts = starts_CR.ravel() - (np.cumsum(lengths) - lengths)
     runs = torch.from_numpy(np.stack([shifts, lengths]))
     if device.type == "cuda":
         # torch reuses pinned memory once the copy is complete.
         runs = runs.pin_memory().to(device, non_blocking=True)
     shifts_N = torch.repeat_interleave(runs[0], runs[1], output_size=total)
     torch.add(torch.arange(total, device=device), shifts_N, out=into_N)
-    return into_N.split(segments.lengths.sum(axis=1).tolist())
+    return into_N.split(lengths_CR.sum(axis=1).tolist())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,18 +94,18 @@ class Exchange:
     """One micro-batch's exchange, created before dispatch and kept until its backward pass.
 
     Attributes:
-        bound: the chain with this micro-batch's rows.
+        bound_chain: the chain with this micro-batch's rows.
         groups: the process group for every group name of the chain.
         sum_dtype: dtype of the sums over copies of a row: fp32, or for permuted tokens, as in
             Megatron's reduction over ETP, the probabilities' dtype if it is wider.
         monitor: counts bytes and forwards events to its recorder, if any.
-        max_experts_per_token: W; 0 where rows are permuted tokens.
+        max_experts_per_token: W, the most experts of any token; 0 where rows are permuted tokens.
         order: the order of issue; not the default only in benchmarks/ablation.py.
         fused: use Triton kernels; see `kernel_choice`.
         shared: indices by device, created by the first pass.
     """
 
-    bound: BoundChain
+    bound_chain: BoundChain
     groups: Mapping[str, PeerGroup]
     sum_dtype: torch.dtype
     monitor: Monitor
@@ -115,5 +117,5 @@ class Exchange:
     def indices(self, device: torch.device) -> Indices:
         """Row indices and copies on a device."""
         if device not in self.shared:
-            self.shared[device] = Indices(self.bound, device)
+            self.shared[device] = Indices(self.bound_chain, device)
         return self.shared[device]

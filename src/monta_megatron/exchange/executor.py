@@ -20,10 +20,13 @@ from monta_megatron.chains.program import (
     DISPATCH_BACKWARD,
     Operation,
     Pass,
+    Policy,
 )
 from monta_megatron.exchange import errors, operations
-from monta_megatron.exchange.buffers import Buffers, Columns
+from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.exchange import Exchange
+from monta_megatron.exchange.memory import Columns
+from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.streams import Ready, streams_for
 
 
@@ -69,7 +72,8 @@ class Execution:
         self, exchange: Exchange, pass_: Pass, columns: Columns, output: Columns | None = None
     ) -> None:
         self._streams = streams_for(columns.rows.device)
-        self.buffers = Buffers(exchange, pass_, columns, self._streams.policy, output)
+        policy: Policy = "fused" if exchange.fused else self._streams.policy
+        self.buffers = Buffers(exchange, pass_, columns, policy, output)
         if self.buffers.indices.memory is not None:
             self._streams.keep(self.buffers.indices.memory)
         self.bound = self.buffers.bound
@@ -78,9 +82,9 @@ class Execution:
         self.works: dict[int, list[torch.distributed.Work]] = {}
         self._monitor = exchange.monitor
         self._ready: dict[int, Ready] = {}
-        self._is_host = self.bound.program.policy == "host"
+        self._is_host = policy == "host"
         self._run = operations.OPERATIONS
-        if exchange.fused:
+        if policy == "fused":
             from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 
             self._run = FUSED_OPERATIONS
@@ -92,7 +96,11 @@ class Execution:
         self._streams.fork(self.bound.program.num_streams)
 
     def start(self) -> None:
-        """Fork and issue operations up to the first collective; the caller continues."""
+        """Fork, and issue the operations before the first that trails a collective.
+
+        In one chunk the last of them is its first collective; in several, the second chunk's first
+        collective is issued too. Then the caller continues.
+        """
         self.fork()
         self._issue_all(self.bound.program.operations[: self.bound.program.num_at_start])
         # Runs if the caller fails before `finish`.
@@ -151,23 +159,23 @@ class Execution:
             self._ready[number] = self._streams.ready(works or [])
         if works:
             self.works[number] = works
-            self._streams.watch(self.bound, self.groups, operation, works)
+            self._streams.watch(self, operation, works)
         elif self._is_host:
-            self.buffers.release(operation)
+            self.buffers.memory.release(operation)
 
     def _wait(self, number: int) -> None:
         """Make the current stream, or the host, wait for an operation."""
-        monitor, operation = self._monitor, self.bound.program.operations[number]
-        if monitor.recorder is not None:
-            monitor.note("wait", self.buffers.pass_name, operation)
+        recorder, operation = self._monitor.recorder, self.bound.program.operations[number]
+        if recorder is not None:
+            recorder.note(Step("wait", self.buffers.pass_name, operation))
         try:
             self._ready[number]()
         except RuntimeError as error:
             raise errors.failure(self, operation, error) from error
-        if monitor.recorder is not None:
-            monitor.note("ready", self.buffers.pass_name, operation)
+        if recorder is not None:
+            recorder.note(Step("ready", self.buffers.pass_name, operation))
         if self._is_host:
-            self.buffers.release(operation)
+            self.buffers.memory.release(operation)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -71,19 +71,6 @@ class Monitor:
             totals[resource] += num_bytes
         return totals
 
-    def note(self, action: Action, pass_name: str, operation: Operation) -> None:
-        """Record an event, if there is a recorder."""
-        if self.recorder is not None:
-            self.recorder.note(Step(action, pass_name, operation))
-
-    def watch(
-        self, works: list[torch.distributed.Work], pass_name: str, operation: Operation
-    ) -> list[torch.distributed.Work]:
-        """Let the recorder, if any, watch a collective; returns its replacement for waits."""
-        if self.recorder is None:
-            return works
-        return self.recorder.watch(works, pass_name, operation.number)
-
     def names_operations(self) -> bool:
         """Whether `range` has an effect: a recorder or profiler is active."""
         return self.recorder is not None or is_profiling()
@@ -93,6 +80,8 @@ class Monitor:
         """Name an operation in profiles (NVTX with `emit_nvtx`) and time it."""
         name = f"monta {pass_name}: {chain}, {operation.stage}, chunk {operation.chunk}"
         with profiler.record_function(name):
-            self.note("begin", pass_name, operation)
+            if self.recorder is not None:
+                self.recorder.note(Step("begin", pass_name, operation))
             yield
-            self.note("end", pass_name, operation)
+            if self.recorder is not None:
+                self.recorder.note(Step("end", pass_name, operation))

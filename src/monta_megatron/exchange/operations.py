@@ -15,8 +15,9 @@ import torch.distributed as dist
 from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange.buffers import Buffers, promoted
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import Parts, copy_rows, find_copies, put_rows
-from monta_megatron.exchange.sums import column_blocks, sum_parts, sum_rows
+from monta_megatron.exchange.copies import PartBounds, copy_rows, find_copies, put_rows
+from monta_megatron.exchange.monitor import Step
+from monta_megatron.exchange.sums import column_blocks, sum_ranks, sum_rows
 
 Works = list[dist.Work]
 
@@ -45,7 +46,8 @@ def find(buffers: Buffers, operation: Operation) -> None:
     """Derive the copies of rows from their expert ids."""
     columns, _ = buffers.source(operation)
     assert columns.ids is not None, f"{operation.stage} has nothing to find"
-    find_copies(columns.ids, _parts(buffers, operation, columns.ids), buffers.copies(operation))
+    bounds = _part_bounds(buffers, operation, columns.ids)
+    find_copies(columns.ids, bounds, buffers.copies(operation))
 
 
 def duplicate(buffers: Buffers, operation: Operation) -> None:
@@ -72,7 +74,7 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
     copies, (into, _) = buffers.copies(operation), buffers.target(operation)
     targets = [(into.rows, slice(None))]
     if operation.unrounded is not None:
-        # Rows on the wire are rounded; this rank's part of the next sum is not.
+        # Rows on the wire are rounded; this rank's term of the next sum is not.
         unrounded_RH = buffers.columns(operation.unrounded).rows
         first = first_unrounded(buffers, operation)
         targets.append((unrounded_RH, slice(first, first + unrounded_RH.shape[0])))
@@ -93,24 +95,24 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
 
 def first_unrounded(buffers: Buffers, operation: Operation) -> int:
     """First row of a "reduce" that this rank sums next."""
-    gathered = buffers.exchange.bound.stages[operation.position - 1].receive[operation.chunk]
-    return int(gathered[: buffers.group(operation).rank].sum())
+    gather, rank = buffers.gather(operation)
+    return int(gather.receive[operation.chunk][:rank].sum())
 
 
-def reduce_parts(buffers: Buffers, operation: Operation) -> None:
-    """Sum each row's parts from all ranks, rounded once: [P * N, H] -> [N, H]."""
+def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
+    """Sum each row's terms from all ranks, rounded once: [P * N, H] -> [N, H]."""
     columns, _ = buffers.source(operation)
     into, _ = buffers.target(operation)
     kept = operation.unrounded
     unrounded_NH = None if kept is None else buffers.columns(kept).rows
-    for target, parts in zip(into.tensors(), columns.tensors(), strict=True):
-        sum_parts(
+    for target, terms in zip(into.tensors(), columns.tensors(), strict=True):
+        sum_ranks(
             target,
-            parts,
-            promoted(buffers.exchange.sum_dtype, parts.dtype),
-            operation.parts_per_sum,
-            unrounded_NH if parts is columns.rows else None,
-            buffers.group(operation).rank,
+            terms,
+            promoted(buffers.exchange.sum_dtype, terms.dtype),
+            operation.ranks_per_sum,
+            unrounded_NH if terms is columns.rows else None,
+            buffers.gather(operation)[1],
         )
 
 
@@ -132,19 +134,19 @@ OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = {
     "reduce": reduce,
     "alltoall": alltoall,
     "allgather": allgather,
-    "reduce_parts": reduce_parts,
+    "reduce_ranks": reduce_ranks,
     "put": put,
 }
 
 
-def _parts(buffers: Buffers, operation: Operation, ids_NW: torch.Tensor) -> Parts:
-    """Parts of a stage's copies, cached from its first chunk to its last."""
-    position, bound, held = operation.position, buffers.exchange.bound, buffers.parts
+def _part_bounds(buffers: Buffers, operation: Operation, ids_NW: torch.Tensor) -> PartBounds:
+    """Bounds of the parts that a stage copies for, cached from its first chunk to its last."""
+    position, bound, held = operation.position, buffers.exchange.bound_chain, buffers.part_bounds
     if position not in held:
         parts = bound.stages[position].parts
         assert parts is not None, f"{operation.stage} has nothing to find"
         before, after = bound.rows_at[position : position + 2]
-        held[position] = Parts.of(parts, int(max(before)), int(max(after)), ids_NW)
+        held[position] = PartBounds.of(parts, int(max(before)), int(max(after)), ids_NW)
     return held.pop(position) if operation.chunk == bound.num_chunks - 1 else held[position]
 
 
@@ -152,11 +154,14 @@ def _start(buffers: Buffers, operation: Operation, start: Callable[..., dist.Wor
     group, monitor = buffers.group(operation), buffers.exchange.monitor
     send, receive = buffers.bound.splits(operation)
     outputs, messages = buffers.messages(operation.writes[0]), buffers.sent(operation)
-    if monitor.recorder is not None:
-        monitor.note("start", buffers.pass_name, operation)
+    recorder = monitor.recorder
+    if recorder is not None:
+        recorder.note(Step("start", buffers.pass_name, operation))
     works = []
     row_bytes = buffers.formats[operation.reads[0]].row_bytes
     for output, message, num_bytes in zip(outputs, messages, row_bytes, strict=True):
         works.append(start(output, message, receive, send, group))
         monitor.sent(operation.stage, group, send, num_bytes)
-    return monitor.watch(works, buffers.pass_name, operation)
+    if recorder is not None:
+        return recorder.watch(works, buffers.pass_name, operation.number)
+    return works

@@ -39,9 +39,9 @@ from monta_megatron.chains.program import (
     DISPATCH_BACKWARD,
     Pass,
 )
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import Execution
+from monta_megatron.exchange.memory import Columns
 
 # (rows [N, H], rows of each local expert, the rows' probabilities [N]) -> their outputs [N, H].
 # Experts that compute beside the host have a method `wait`: outputs -> outputs, once complete.
@@ -55,7 +55,7 @@ def run_pipeline(
     ids_TW: torch.Tensor,
     experts: Experts,
 ) -> torch.Tensor:
-    """Exchange and compute all chunks; differentiable.
+    """Dispatch, compute and combine all chunks; differentiable.
 
     Args:
         chunks: their exchanges, each bound with one chunk, in the order of their tokens.
@@ -85,14 +85,14 @@ def run_pipeline(
 
     steps: dict[LayerStep, Callable[[int], Any]] = {
         "start first": without_tensors(
-            partial(pipeline.start, DISPATCH), partial(pipeline.finish, DISPATCH_BACKWARD)
+            partial(pipeline.send_tokens, DISPATCH), partial(pipeline.finish, DISPATCH_BACKWARD)
         ),
         "end first": lambda chunk: _Arrive.apply(pipeline, chunk, links[chunk]),
         "start experts": compute,
         "end experts": lambda chunk: links[chunk] if wait is None else wait(links[chunk]),
         "start second": lambda chunk: _Leave.apply(pipeline, chunk, links[chunk]),
         "end second": without_tensors(
-            partial(pipeline.finish, COMBINE), partial(pipeline.start, COMBINE_BACKWARD)
+            partial(pipeline.finish, COMBINE), partial(pipeline.send_tokens, COMBINE_BACKWARD)
         ),
     }
     for step, chunk in pipelined_steps(len(chunks), in_background=wait is not None):
@@ -107,7 +107,7 @@ class _Pipeline:
         self._chunks = chunks
         ends = [0]
         for chunk in chunks:
-            ends.append(ends[-1] + int(chunk.bound.num_source_rows))
+            ends.append(ends[-1] + int(chunk.bound_chain.num_source_rows))
         self._slices = [slice(*bounds) for bounds in pairwise(ends)]
         self._under_way: dict[tuple[str, int], Execution] = {}
         # Inputs and outputs of all chunks, by pass.
@@ -116,31 +116,28 @@ class _Pipeline:
 
     def tokens_per_expert(self, chunk: int) -> torch.Tensor:
         """Rows of each local expert in a chunk, on the host."""
-        return torch.from_numpy(self._chunks[chunk].bound.rows_per_local_expert)
+        return torch.from_numpy(self._chunks[chunk].bound_chain.rows_per_local_expert)
 
-    def start(self, pass_: Pass, chunk: int, columns: Columns | None = None) -> None:
-        """Start a pass for a chunk.
+    def send_tokens(self, pass_: Pass, chunk: int) -> None:
+        """Start a pass from tokens to experts: of a chunk's tokens in the pass's source."""
+        columns = self.sources[pass_.name].of_rows(self._slices[chunk])
+        self._start(pass_, chunk, Execution(self._chunks[chunk], pass_, columns))
 
-        Args:
-            pass_: the pass.
-            chunk: the chunk.
-            columns: its input; None for the chunk's tokens in the pass's source.
-        """
-        output = None
-        if columns is None:
-            columns = _of_tokens(self.sources[pass_.name], self._slices[chunk])
-        else:
-            # Allocate before the first of these passes forks its streams: memory allocated later
-            # may have been in use after the fork.
-            if pass_.name not in self._results:
-                self._results[pass_.name] = self._empty_like(columns)
-            output = _of_tokens(self._results[pass_.name], self._slices[chunk])
+    def return_rows(self, pass_: Pass, chunk: int, columns: Columns) -> None:
+        """Start a pass from experts to tokens: of a chunk's expert rows into the pass's result."""
+        # Allocate before the first of these passes forks its streams: memory allocated later may
+        # have been in use after the fork.
+        if pass_.name not in self._results:
+            self._results[pass_.name] = self._empty_like(columns)
+        output = self._results[pass_.name].of_rows(self._slices[chunk])
         execution = Execution(self._chunks[chunk], pass_, columns, output)
-        if output is not None:
-            # This pass comes after the experts; remaining operations of other passes must not.
-            for other in self._under_way.values():
-                if other.bound.program.policy != "host":
-                    other.go_on()
+        # This pass comes after the experts; remaining operations of other passes must not.
+        for other in self._under_way.values():
+            if other.bound.program.policy != "host":
+                other.go_on()
+        self._start(pass_, chunk, execution)
+
+    def _start(self, pass_: Pass, chunk: int, execution: Execution) -> None:
         execution.start()
         self._under_way[pass_.name, chunk] = execution
 
@@ -159,11 +156,6 @@ class _Pipeline:
             rows=columns.rows.new_empty(num_tokens, columns.rows.shape[1]),
             probs=None if probs is None else probs.new_empty(num_tokens, width),
         )
-
-
-def _of_tokens(columns: Columns, tokens: slice) -> Columns:
-    probs, ids = (None if one is None else one[tokens] for one in (columns.probs, columns.ids))
-    return Columns(rows=columns.rows[tokens], probs=probs, ids=ids)
 
 
 class _Enter(torch.autograd.Function):
@@ -224,7 +216,7 @@ class _Arrive(torch.autograd.Function):
         ctx: Any, rows_NH: torch.Tensor, probs_N: torch.Tensor
     ) -> tuple[None, None, torch.Tensor]:
         columns = Columns(rows=rows_NH.contiguous(), probs=probs_N.contiguous())
-        ctx.pipeline.start(DISPATCH_BACKWARD, ctx.chunk, columns)
+        ctx.pipeline.return_rows(DISPATCH_BACKWARD, ctx.chunk, columns)
         return None, None, rows_NH.new_empty(0)
 
 
@@ -234,7 +226,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pipeline: _Pipeline, chunk: int, rows_NH: torch.Tensor) -> torch.Tensor:
         ctx.pipeline, ctx.chunk = pipeline, chunk
-        pipeline.start(COMBINE, chunk, Columns(rows=rows_NH.contiguous()))
+        pipeline.return_rows(COMBINE, chunk, Columns(rows=rows_NH.contiguous()))
         return rows_NH.new_empty(0)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Start and end times of a pass's copies and collectives, on one clock for all ranks.
+"""Start and end times of a pass's copies and collectives.
 
 CPU ranks read the host's clock: copies block the host, and a thread waits for each collective,
 which ends long before the executor waits for it. With more ranks than cores the threads cost time:
@@ -6,7 +6,6 @@ which ends long before the executor waits for it. With more ranks than cores the
 come from events on the executor's streams, converted to the host's clock, without blocking it.
 """
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,71 +14,16 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from monta_megatron.common.nodes import BOOT_ID
-from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.recording import Key, TimedStep
-
-NUM_BARRIERS = 31
 
 
 def now_us() -> float:
     """Microseconds of the monotonic clock, shared by all processes of a host."""
     return time.monotonic_ns() / 1e3
-
-
-class Clock:
-    """Offset of this rank's clock from the first rank's; created collectively by a group.
-
-    On several hosts, ranks read their clocks right after barriers, which they leave at nearly the
-    same time: the median of the differences is the offset.
-
-    Attributes:
-        name: how the offset was determined.
-        offset_us: this rank's clock minus the first rank's.
-        error_us: half the interquartile range of the differences; the largest of any rank.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
-    ) -> None:
-        """Compare the clocks.
-
-        Args:
-            group: the ranks; None for all.
-            device: for messages of the group.
-        """
-        self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
-        if len(set(gather_objects(_host(), group))) == 1:
-            return
-        here_us = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
-        barrier = torch.zeros(1, device=device)
-        for index in range(NUM_BARRIERS):
-            dist.all_reduce(barrier, group=group)
-            # On a device, wait for it.
-            barrier.item()
-            here_us[index] = now_us()
-        first_us = here_us.to(device)
-        dist.broadcast(
-            first_us,
-            group=group,
-            src=0 if group is None else dist.get_process_group_ranks(group)[0],
-        )
-        differences_us = (here_us - first_us.cpu()).numpy()
-        low_us, middle_us, high_us = np.percentile(differences_us, (25, 50, 75))
-        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64, device=device)
-        dist.all_reduce(error_us, op=dist.ReduceOp.MAX, group=group)
-        self.name = f"monotonic clocks compared after {NUM_BARRIERS} barriers"
-        self.offset_us, self.error_us = float(middle_us), float(error_us)
-
-
-def _host() -> str:
-    """Key of the clock; host names differ between emulated nodes of one host."""
-    return BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()
 
 
 # More than the executor's collectives in flight.
@@ -148,7 +92,6 @@ class DeviceRecorder:
 
     def __init__(self) -> None:
         self._noted: list[tuple[Step, float, torch.cuda.Event]] = []
-        self._collectives: set[Key] = set()
         self._ends: dict[Key, torch.cuda.Event] = {}
         torch.cuda.synchronize()
         self._origin = _event(torch.cuda.current_stream())
@@ -158,15 +101,13 @@ class DeviceRecorder:
     def note(self, step: Step) -> None:
         """Record a step at the host's time, and an event for the current stream's."""
         event = _event(torch.cuda.current_stream())
-        key = (step.pass_name, step.operation.number)
-        if step.action == "ready" and key in self._collectives:
+        if step.action == "ready" and step.operation.is_collective:
             # The first stream to wait for it is past it.
-            self._ends.setdefault(key, event)
+            self._ends.setdefault((step.pass_name, step.operation.number), event)
         self._noted.append((step, now_us(), event))
 
     def watch(self, works: Sequence[dist.Work], pass_name: str, operation: int) -> list[dist.Work]:
-        """Register a collective."""
-        self._collectives.add((pass_name, operation))
+        """Return the works: an event notes the first wait for them."""
         return list(works)
 
     def take(self) -> PassRecord:
@@ -179,7 +120,7 @@ class DeviceRecorder:
             ],
             ends_us={key: self._us(event) for key, event in self._ends.items()},
         )
-        self._noted, self._collectives, self._ends = [], set(), {}
+        self._noted, self._ends = [], {}
         return taken
 
     def _us(self, event: torch.cuda.Event) -> float:

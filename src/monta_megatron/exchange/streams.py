@@ -1,8 +1,8 @@
 """Interface of the executor to a device: streams, events and the lifetime of buffers.
 
-Stages with the same lag behind the first one share a side stream: with two
-collectives there are three, so that chunk i+1's AllToAll, chunk i's AllGather and chunk i-1's
-copies can run at once; collectives run on streams of their groups' own.
+Stages that trail the first one by the same number of pipeline steps share a side stream. With two
+collectives there are three, so that the AllToAll of chunk i+1, the AllGather of chunk i and the
+copies of chunk i-1 can run at once; collectives run on streams of their groups.
 
 The side streams are distinct from each other and from the caller's. Groups draw theirs from the
 same torch pools, one per priority, and cannot be asked which: only a group of another priority
@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from monta_megatron.chains.program import BoundProgram, Operation, Policy
-from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.chains.program import Operation, Policy
 
 if TYPE_CHECKING:
+    from monta_megatron.exchange.executor import Execution
     from monta_megatron.exchange.time_limit import TimeLimit
 
 # Streams of a torch pool: one pool per device and priority (c10/cuda/CUDAStream.cpp).
@@ -81,11 +81,7 @@ class Streams:
         return wait
 
     def watch(
-        self,
-        bound: BoundProgram,
-        groups: Mapping[str, PeerGroup],
-        operation: Operation,
-        works: list[torch.distributed.Work],
+        self, execution: "Execution", operation: Operation, works: list[torch.distributed.Work]
     ) -> None:
         """Watch the time limit of a collective for which the host does not wait."""
 
@@ -142,13 +138,9 @@ class CudaStreams(Streams):
         return wait
 
     def watch(
-        self,
-        bound: BoundProgram,
-        groups: Mapping[str, PeerGroup],
-        operation: Operation,
-        works: list[torch.distributed.Work],
+        self, execution: "Execution", operation: Operation, works: list[torch.distributed.Work]
     ) -> None:
-        device_time_limit().add(bound, groups, operation, works)
+        device_time_limit().add(execution, operation, works)
 
     def keep(self, memory: torch.Tensor) -> None:
         memory.record_stream(self._caller)

@@ -5,11 +5,10 @@ atomics, so the bits are the same in every run. Low-precision rows are converted
 columns at a time, which takes `SUM_COLUMNS` values of the sum's dtype per row at any hidden size.
 
 Bound: a sum of K terms is off by at most K 2^-24 of the sum of their absolute values (in fp32), and
-by one rounding. Over h hops of partial sums, this rank's own part stays unrounded, and the
-error in bf16 (rms, against fp64) is at most 1.05 sqrt(1 + h) times that of one fp32
-sum rounded once.
+by one rounding. Over h hops of partial sums, this rank's own term stays unrounded, and the error in
+bf16 (rms, against fp64) is at most 1.05 sqrt(1 + h) times that of one fp32 sum rounded once.
 
-Notation: N = rows of the result, R = rows to add up, M = terms of all sums, P = parts of each row,
+Notation: N = rows of the result, R = rows to add up, M = terms of all sums, P = ranks of a group,
 H = columns, 1 = one more on the axis before.
 """
 
@@ -39,48 +38,50 @@ def sum_rows(rows_RH: torch.Tensor, order_M: torch.Tensor, starts_N1: torch.Tens
     width = rows_RH.shape[1]
     if order_M.shape[0] == 0:
         return rows_RH.new_zeros(starts_N1.shape[0] - 1, width)
+    # It adds the terms of a bag one after the other, in the order given, which torch does not
+    # promise: tests/unit/test_sums.py compares the bits with a loop.
     sums_NH = torch.nn.functional.embedding_bag(
         order_M, _whole_rows(rows_RH), starts_N1, mode="sum", include_last_offset=True
     )
     return sums_NH[:, :width]
 
 
-def sum_parts(
+def sum_ranks(
     into: torch.Tensor,
-    parts: torch.Tensor,
+    terms: torch.Tensor,
     dtype: torch.dtype,
-    parts_per_sum: int,
+    ranks_per_sum: int,
     unrounded_NH: torch.Tensor | None = None,
     rank: int = 0,
 ) -> None:
-    """Add the P parts of each row in `dtype`, in order, and round once: [P * N, H] -> [N, H].
+    """Add the P terms of each row in `dtype`, by rank, and round once: [P * N, H] -> [N, H].
 
     Args:
         into: [N, H] or [N], the result.
-        parts: [P * N, H] or [P * N], part after part.
+        terms: [P * N, H] or [P * N], rank after rank.
         dtype: dtype of the sum.
-        parts_per_sum: see `chains.stage_operations.parts_per_sum`.
-        unrounded_NH: this rank's part before rounding, in `dtype`; None if it was not rounded.
-        rank: the position of that part.
+        ranks_per_sum: see `chains.stage_operations.ranks_per_sum`.
+        unrounded_NH: this rank's term before rounding, in `dtype`; None if it was not rounded.
+        rank: the position of this rank.
     """
     if into.dim() == 1:
-        into, parts = into[:, None], parts[:, None]
+        into, terms = into[:, None], terms[:, None]
     num_rows, first = into.shape[0], rank * into.shape[0]
-    num_terms = parts_per_sum * num_rows
+    num_terms = ranks_per_sum * num_rows
     # [P, N] -> [N, P]
-    order_M = torch.arange(num_terms, device=into.device).view(parts_per_sum, num_rows).T.flatten()
-    starts_N1 = torch.arange(0, num_terms + 1, parts_per_sum, device=into.device)
+    order_M = torch.arange(num_terms, device=into.device).view(ranks_per_sum, num_rows).T.flatten()
+    starts_N1 = torch.arange(0, num_terms + 1, ranks_per_sum, device=into.device)
 
     def sum_block(columns: slice) -> torch.Tensor:
-        terms = parts[:, columns].to(dtype)
+        wide = terms[:, columns].to(dtype)
         if unrounded_NH is not None:
-            terms[first : first + num_rows] = unrounded_NH[:, columns]
-        total, *others = (sum_rows(group, order_M, starts_N1) for group in terms.split(num_terms))
+            wide[first : first + num_rows] = unrounded_NH[:, columns]
+        total, *others = (sum_rows(group, order_M, starts_N1) for group in wide.split(num_terms))
         for sums in others:
             total += sums
         return total
 
-    for columns in column_blocks(parts, dtype):
+    for columns in column_blocks(terms, dtype):
         into[:, columns] = sum_block(columns)
 
 

@@ -17,16 +17,18 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from threading import Thread
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import BoundProgram, Operation
 from monta_megatron.common.torch_private import result_of, timeout_of
-from monta_megatron.exchange import counts
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.errors import last_operations, place_of, versions
+from monta_megatron.exchange.errors import host_waits, last_operations, place_of, versions
+
+if TYPE_CHECKING:
+    from monta_megatron.exchange.executor import Execution
 
 # As often as NCCL's watchdog: the host issues nothing during a poll, so polls must be short.
 LOOK_S = 0.1
@@ -81,13 +83,7 @@ class TimeLimit:
         # The last one printed.
         self._printed: object = None
 
-    def add(
-        self,
-        bound: BoundProgram,
-        groups: Mapping[str, PeerGroup],
-        operation: Operation,
-        works: Sequence[dist.Work],
-    ) -> None:
+    def add(self, execution: "Execution", operation: Operation, works: Sequence[dist.Work]) -> None:
         """Watch a collective just started."""
         if not self._has_watchdog:
             return
@@ -96,6 +92,8 @@ class TimeLimit:
         except RuntimeError:
             self._has_watchdog = False
             return
+        # Not the execution itself, which holds its buffers.
+        bound, groups = execution.bound, execution.groups
         self.pending.append(Started(bound, groups, operation, time.monotonic(), result))
         if self._thread is None:
             self._thread = Thread(target=self._look, name="monta time limit", daemon=True)
@@ -107,7 +105,7 @@ class TimeLimit:
         while self.pending and self.pending[0].result.done():
             self.pending.popleft()
         oldest = self.pending[0] if self.pending else None
-        for one in ([] if oldest is None else [oldest]) + counts.host_waits[-1:]:
+        for one in ([] if oldest is None else [oldest]) + host_waits[-1:]:
             limit, waited_s = timeout_of(one.process_group), now_s - one.since_s
             if limit is None or waited_s < PRINTED_AT * limit.total_seconds():
                 continue

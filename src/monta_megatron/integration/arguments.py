@@ -5,9 +5,9 @@ fields, copies arguments into the configuration by field, and prints and checkpo
 on the command line is one clear line and exit status 2, before anything starts.
 
 Megatron has no registry of dispatchers: it compares the string `moe_token_dispatcher_type`, in many
-functions. A configuration keeps the string "monta"; where that of the stock dispatcher has to be
-seen, it is replaced for the time of the call. `tests/unit/test_dispatcher_type.py` lists every
-comparison and how it is handled.
+functions. A configuration keeps the string "monta"; functions that must see the stock dispatcher's
+string are called with it, and "monta" is restored afterwards. `tests/unit/test_dispatcher_type.py`
+lists every comparison and how it is handled.
 """
 
 import dataclasses
@@ -65,9 +65,9 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
     """Megatron's rule for the 1F1B schedule, with our answer for the experts' input.
 
     The inputs of dispatch and combine may be freed as stock's are: our autograd functions save none
-    of them, and nothing else uses what is handed to dispatch. The experts' input may not. Stock's
-    experts get a sorted copy of it, but ours the very tensor, which the grouped GEMM saves; in
-    low precision too, for layers that stay in bf16 or whose input is offloaded.
+    of them, and nothing else uses the input of dispatch. The experts' input must stay. Stock's
+    experts get a sorted copy of it, but ours get the tensor itself, which the grouped GEMM saves.
+    Low precision does not change this: layers may stay in bf16, or their input may be offloaded.
     """
 
     @functools.wraps(original)
@@ -81,10 +81,12 @@ def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., boo
 
 
 def extend_transformer_config(transformer_config: ModuleType) -> None:
-    """Add the dispatcher type and the option fields to the class and its subclasses.
+    """Add the dispatcher type and the option fields to TransformerConfig and its subclasses.
 
-    Args:
-        transformer_config: the module megatron.core.transformer.transformer_config.
+    A subclass of ours would not do: Megatron and frameworks create these classes by name, and read
+    their fields for the command line, copies and checkpoints. The classes are complete when we see
+    them, and creating them again would leave references to the old ones. So the fields are entered
+    where `dataclasses.fields` finds them, and each generated constructor is wrapped to take them.
     """
     base = transformer_config.TransformerConfig
     defaults = defaults_from_environment()
@@ -111,13 +113,7 @@ def check_config(config: Any) -> None:
     check_megatron_version()
     options = Options.of(config)
     check_supported(config)
-    num_experts = getattr(config, "num_moe_experts", None) or getattr(config, "num_experts", None)
     ep_size = getattr(config, "expert_model_parallel_size", None) or 1
-    if num_experts is not None and num_experts % ep_size != 0:
-        raise ValueError(
-            f"num_experts: got {num_experts}, must be a multiple of "
-            f"expert_model_parallel_size ({ep_size})"
-        )
     etp_size = etp_size_of(config)
     # Rules that depend on the nodes are checked once they are known.
     one_node = (0,) * (ep_size * etp_size)
@@ -170,11 +166,7 @@ _checked: list[bool] = []
 
 
 def patch_arguments(arguments: Any) -> None:
-    """Check our options before Megatron validates its own.
-
-    Args:
-        arguments: the module megatron.training.arguments.
-    """
+    """Check our options before `megatron.training.arguments` validates its own."""
     original = arguments.validate_args
 
     @functools.wraps(original)
@@ -191,7 +183,7 @@ def patch_arguments(arguments: Any) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Check parsed arguments; the first thing that is wrong is raised as a ValueError."""
+    """Check parsed arguments; the first error is raised as a ValueError."""
     defaults = defaults_from_environment()
     given = [
         name
@@ -215,14 +207,14 @@ def check_arguments(args: Any) -> None:
 
 
 def refuse(error: ValueError, reports: bool) -> NoReturn:
-    """End a training, whose command line was checked here, with one line and exit status 2.
+    """End a training whose command line was checked here with one line and exit status 2.
 
     Args:
-        error: which the other ranks of the pipeline stage have too.
-        reports: whether this rank says so.
+        error: raised on all ranks of the pipeline stage.
+        reports: whether this rank prints the line.
 
     Raises:
-        ValueError: the error itself, where code that is no such training may handle it.
+        ValueError: the error itself, outside of such a training, so that callers may handle it.
     """
     if not _checked:
         raise error

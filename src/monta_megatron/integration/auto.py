@@ -1,22 +1,21 @@
-"""The choice of each optimizer step, alike on all ranks of an exchange; see `planner.choose`.
+"""Choosers: the choice of each optimizer step, the same on all ranks of an exchange.
 
-What the ranks know of each other travels in their exchanges of counts, 63 bits from each:
+`planner.tuning` defines the words: choice, pick, candidate, trial, round, tuning window, winner.
+Step n begins as the optimizer's step that ends step n - 1 is entered. Its iteration is timed from
+its first training counts (of a micro-batch whose layer is in training mode) to the entry of the
+optimizer's step that ends it; evaluation, checkpoints and data loading lie outside.
 
-    32 bits    hash of choice and options, and inside a window of the step number
-    31 bits    the time of an iteration in units of 10 us; 0: none
+Every count exchange carries a tag of 63 bits from each rank:
 
-In step n that is the time of step n - 2; `AutoChoice` has the timeline. Evaluation, checkpoints and
-data loading lie outside.
+    32 bits    hash of choice and options; within a tuning window also of the step number
+    31 bits    the rank's time of an iteration in units of 10 us; 0: none
 
-Only at construction do ranks exchange anything else, so an exchange without a micro-batch, or one
-that evaluates alone, holds nobody up.
+The tags of step n carry the times of step n - 2. Apart from the tags, ranks exchange something at
+construction only. So an exchange that has no micro-batch, or only evaluates, blocks no other one.
 """
 
 import gc
-from collections import deque
-from functools import cached_property
-from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -25,276 +24,206 @@ import torch.distributed as dist
 from monta_megatron.common.first_rank import print_once
 from monta_megatron.common.rules import hash_of
 from monta_megatron.common.torch_private import is_usable
-from monta_megatron.common.units import counted
 from monta_megatron.core import Choice
-from monta_megatron.exchange.counts import ExchangeCounts
+from monta_megatron.exchange.count_messages import MicroBatchCounts, busiest_over_mean
 from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
 from monta_megatron.integration.ranks import agree
-from monta_megatron.planner.choose import LATE, TRIALS, Planner, Window, half_octave
+
+if TYPE_CHECKING:
+    from monta_megatron.planner.tuning import Tuner
 
 TIME_BITS = 31
-TICK_US = 10
-# From the first window to the second: early routing is untrained.
-STEPS_TO_SECOND = 1000
+TICK_US, MOST_TICKS = 10, (1 << TIME_BITS) - 1
 
 
 class Chooser:
-    """Keeps a given choice, and checks that all ranks do; `AutoChoice` changes it by step.
+    """Holds one given choice and checks that all ranks run it; `AutoChooser` changes it by step.
 
     Args:
-        choice: the given one; None where it follows from the counts of a micro-batch.
+        choice: the given one; None if there is none.
         agreed_config: values that all ranks of the exchange agreed on at construction.
         group: the ranks of the exchange.
 
     Attributes:
-        choice: of this step; None as above.
-        head: 63 bits that this rank sends with its counts.
+        step_choice: the choice of all micro-batches of this step. None: each micro-batch has the
+            planner's pick for its own counts, so its choice is unknown until they are here.
+        tag: 63 bits that this rank sends with its counts.
     """
 
     def __init__(
         self, choice: Choice | None, agreed_config: dict[str, Any], group: dist.ProcessGroup
     ) -> None:
-        self.choice, self.agreed_config, self.group = choice, agreed_config, group
-        self._set_head(agreed_config)
+        self.step_choice, self.agreed_config, self.group = choice, agreed_config, group
+        self._set_tag(agreed_config)
 
-    def choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
-        """Compare the heads of all ranks; returns the choice of a micro-batch, by its counts.
-
-        Args:
-            counts: of an exchange, which all ranks of the group have.
-            is_training: whether the layer is in training mode.
-            device: where the exchange runs.
+    def choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
+        """Compare the tags of all ranks, and return the choice of the micro-batch of the counts.
 
         Raises:
-            ValueError: the ranks differ; names the first that does, and in what.
+            ValueError: the ranks differ; the message names the first that does, and the field.
         """
-        if len(set((counts.heads >> TIME_BITS).tolist())) > 1:
-            # They agreed at construction: one has other options since, or another step.
+        self._check_tags(counts)
+        assert self.step_choice is not None, "given"
+        return self.step_choice
+
+    def _check_tags(self, counts: MicroBatchCounts) -> None:
+        if len(set((counts.tags >> TIME_BITS).tolist())) > 1:
+            # All ranks see it. They agreed at construction, so the step or the choice differs.
             agree(self._hashed, self.group)
-        return self._choose(counts, is_training, device)
 
-    def _set_head(self, agreed: dict[str, Any], ticks: int = 0) -> None:
-        """Set the head, of values on which all ranks have to agree and the time to report."""
+    def _set_tag(self, agreed: dict[str, Any], ticks: int = 0) -> None:
+        """Set the tag: a hash of the values that all ranks have to share, and this rank's time."""
         self._hashed = agreed
-        self.head = (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
-
-    def _choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
-        assert self.choice is not None, "given"
-        return self.choice
+        self.tag = (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
 
 
-class AutoChoice(Chooser):
-    """Choices for all layers of one shape on an exchange, from one optimizer step to the next.
+class AutoChooser(Chooser):
+    """Choices for all layers of one shape on an exchange, one per optimizer step.
 
-    Step n:
+    `planner.tuning.Tuner` chooses, by the same rules on all ranks, and has an example. This class
+    numbers the steps, times them and tells all ranks:
 
-        first training counts    start the clock; read all ranks' times of step n - 2 from the
-                                 heads; read this rank's time of step n - 1 off the device
-        optimizer's step entry   stop the clock; choose for step n + 1, whose head brings this
-                                 rank's time of step n - 1
+        as step n begins, the entry of an optimizer's step     `enter_step`
+            the tuner chooses for step n
+            the tag of step n: its choice, and this rank's time of step n - 2
+        at the first training counts of step n                 `choose`
+            the clock starts
+            all ranks' times of step n - 2 arrive with the tags
+
+    As step n begins, the device has finished step n - 2, since the host has waited for the counts
+    of step n - 1. So reading the time waits for nothing.
 
     Args:
-        planner: proposes.
-        num_steps: length of a window; 0 where candidates are not compared.
-        by_counts: each micro-batch takes the planner's pick for its own counts.
+        tuner: of this shape.
+        by_counts: each micro-batch has the planner's pick for its own counts, always.
         agreed_config, group: see `Chooser`.
-        reports: whether this rank reports for its pipeline stage.
-
-    Attributes:
-        step: the largest number of steps of an optimizer since construction; an optimizer that is
-            made later continues the count.
-        window: the latest one; None before the first training exchange.
     """
 
     def __init__(
         self,
-        planner: Planner,
-        num_steps: int,
+        tuner: "Tuner",
         by_counts: bool,
         agreed_config: dict[str, Any],
         group: dist.ProcessGroup,
-        reports: bool,
     ) -> None:
-        self.planner, self.num_steps, self.by_counts = planner, num_steps, by_counts
-        self._reports = reports
-        self.step = 0
-        self.window: Window | None = None
-        # From this step on another window is due.
-        self._next_window = inf
-        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        # Training exchanges in this step, and the most tokens of a rank in any of them; before: of
-        # the last step that had any.
-        self._num_exchanges = self._tokens = self._tokens_before = 0
-        # Number and size of the exchanges in each of the last two steps; None without any.
-        self._kinds: deque[tuple[int, int] | None] = deque([None] * LATE, maxlen=LATE)
-        # Runs from a training exchange to the next entry of an optimizer's step.
-        self._clock = IterationClock()
-        # The last step and its segments, which the device may not have finished.
-        self._ended: tuple[int, list[Segment]] | None = None
-        # A step and this rank's time of it, which the head of two steps later reports.
-        self._ticks = -1, 0
-        self._busiest: float | None = None
-        self._announced: set[Choice] = set()
+        self.tuner, self.by_counts = tuner, by_counts
         # A group may be closed before its layers are gone.
         self._ranks = dist.get_process_group_ranks(group)
-        self._is_first_rank = dist.get_group_rank(group, dist.get_rank()) == 0
+        self._steps_ended: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._clock = IterationClock()
+        # Of the steps since the tuner's `timed_step`; a device may not have finished the last.
+        self._segments: dict[int, list[Segment]] = {}
+        # Rows of the busiest rank over the mean, for the report.
+        self._busiest: float | None = None
         super().__init__(None, agreed_config, group)
 
-    @property
-    def is_measuring(self) -> bool:
-        """Whether a window is open."""
-        return self.window is not None and self.window.is_open(self.step)
-
     def enter_step(self, optimizer: Any) -> None:
-        """Called at the entry of an optimizer's step; the first one of an iteration ends it."""
+        """Stop the clock, and begin the next step if this optimizer is the first of its step."""
         self._clock.stop()
-        # A later one, such as the wrapper of a second call of `train`, continues the count.
-        number = self._steps.get(optimizer, max(self.step - 1, 0)) + 1
-        self._steps[optimizer] = number
-        if number <= self.step or self.by_counts:
+        if self.by_counts or not self._ends_step(optimizer):
             return
-        segments, kind = self._clock.take(), None
-        if self._num_exchanges:
-            kind = self._num_exchanges, half_octave(self._tokens)
-            self._ended, self._tokens_before = (self.step, segments), self._tokens
-            if self.window is not None:
-                self.window.add(self.step, kind)
-        self._kinds.append(kind)
-        self._num_exchanges = self._tokens = 0
-        self.step = number
-        self._choose_for_step()
+        self._segments[self.tuner.step] = self._clock.take()
+        self._segments.pop(self.tuner.timed_step, None)
+        self.tuner.next_step(self._others_tune)
+        self._report_result()
+        self._set_step_tag()
 
-    def _choose(self, counts: ExchangeCounts, is_training: bool, device: torch.device) -> Choice:
+    def choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
+        """See `Chooser`."""
+        self._check_tags(counts)
         if is_training and not self.by_counts:
             self._clock.start(device)
-            if self._num_exchanges == 0:
-                self._begin(counts)
-            self._num_exchanges += 1
-            self._tokens = max(self._tokens, counts.max_tokens)
-        return self.choice or self._pick(counts.max_tokens)
+            if self.tuner.workload(self.tuner.step) is None:
+                self._receive_times(counts)
+                if self.tuner.window is None and not self._others_tune:
+                    self.tuner.open_window(counts.max_tokens)
+                    self._set_step_tag()
+            self.tuner.add_exchange(counts.max_tokens)
+        return self.step_choice or self.tuner.pick(counts.max_tokens)
 
-    def _begin(self, counts: ExchangeCounts) -> None:
-        """Read the times in the heads of a step's first training exchange."""
-        self._busiest = counts.busiest_over_mean or self._busiest
-        times = counts.heads & (1 << TIME_BITS) - 1
-        if self.window is not None and times.all():
-            us, kind = int(times.max()) * TICK_US, self._kinds[0]
-            if line := self.window.add_time(self.step - LATE, us, kind):
-                self._report(line)
-        # The device has done that step: the host has waited for counts after it.
-        if self._ended is not None:
-            step, segments = self._ended
-            ticks = round((us_of(segments) or 0) / TICK_US)
-            self._ticks, self._ended = (step, min(ticks, (1 << TIME_BITS) - 1)), None
-        if self.window is None and not self._others_measure:
-            self._open(counts.max_tokens)
-            self._choose_for_step()
+    def _ends_step(self, optimizer: Any) -> bool:
+        """Count the optimizer's step; whether it ends the current one.
 
-    @property
-    def _others_measure(self) -> bool:
-        """Whether other layers of this exchange have a window that is open.
+        Of an actor's and a critic's optimizer, the first ends the step, and the other follows. So,
+        but in step 0, a new optimizer's first step ends none: it may be a critic's. If it replaces
+        an optimizer, as the wrapper of a second call of `train` does, its first iteration is
+        counted with the next.
 
-        Only those that ran in this step or the one before count: layers of a dropped model may
-        still exist on some ranks.
+            optimizer's step:   actor 1   critic 1   actor 2   critic 2   new 1   new 2
+            ends step:          0         -          1         -          -       2
         """
-        return any(
-            other.is_measuring and (other._num_exchanges or other._kinds[-1])
-            for other in choosers()
-            if other.group is self.group and other is not self
-        )
+        others_ended = max(self.tuner.step - 1, 0)
+        ended = self._steps_ended[optimizer] = self._steps_ended.get(optimizer, others_ended) + 1
+        return ended > self.tuner.step
 
-    def _open(self, tokens: int) -> None:
-        """Open a window with the candidates for `tokens` on a rank."""
-        candidates, num_steps = dict[Choice, float](), self.num_steps
-        if num_steps:
-            candidates = self.planner.candidates(tokens, num_steps // TRIALS)
-            if len(candidates) < 2:
-                num_steps = 0
-                self._report(f"{self._where}: no turns, plain alltoall is the only candidate")
-        is_first, ran = self.window is None, set() if self.window is None else self.window.ran
-        self.window = Window(candidates=candidates, first=self.step, num_steps=num_steps, ran=ran)
-        self._next_window = self.step + STEPS_TO_SECOND if is_first and self.num_steps else inf
-        self._tokens_before = tokens
-        if num_steps:
-            pick, why = self.planner.pick(tokens)
-            self._report(
-                f"{self._where}: {counted(len(candidates), 'candidate')} take turns in steps "
-                f"{self.step} to {self.window.end - 1}; the planner's pick is {pick.name}: {why}"
-            )
+    def _receive_times(self, counts: MicroBatchCounts) -> None:
+        """Add the longest time of any rank in step n - 2; lost if a rank has none."""
+        self._busiest = busiest_over_mean(counts.received_rows) or self._busiest
+        ticks = counts.tags & MOST_TICKS
+        if ticks.all():
+            self.tuner.add_time(int(ticks.max()) * TICK_US)
 
-    def _choose_for_step(self) -> None:
-        """Choose for the step that begins, or in which a window has opened."""
-        if self.window is None:
-            return
-        # Exchanges have results of their own, so each reports, from its first rank.
-        has_result = self.window.num_steps > 0 and self.step == self.window.end + LATE
-        if has_result and self._is_first_rank:
+    def _set_step_tag(self) -> None:
+        """Set the choice of this step, and its tag."""
+        self.step_choice = self.tuner.choice
+        if self.step_choice is not None:
+            us = us_of(self._segments.get(self.tuner.timed_step, [])) or 0
+            # Outside of a window, ranks may differ in their steps.
+            number = {"step": self.tuner.step if self.tuner.is_open else None}
+            agreed = number | self.agreed_config | {"choice": self.step_choice.name}
+            self._set_tag(agreed, min(round(us / TICK_US), MOST_TICKS))
+
+    def _report_result(self) -> None:
+        """Report a window's result; each exchange has its own, which its first rank reports."""
+        if self.tuner.result is not None and dist.get_rank() == self._ranks[0]:
             ranks, busiest = ", ".join(map(str, self._ranks)), ""
             if self._busiest is not None:
                 busiest = f"; the busiest rank receives {self._busiest:.2f} times the mean"
-            print_once(f"auto, exchange of ranks {ranks}: {self.window.result}{busiest}")
-        if self.step >= self._next_window and not self.is_measuring and not self._others_measure:
-            self._open(self._tokens_before)
-        window, tokens = self.window, half_octave(self._tokens_before)
-        self.choice = window.candidate(self.step)
-        if self.choice is None:
-            # The experts are not split where measured iterations have shown that this loses.
-            splits_experts = window.best is None or window.best.splits_experts
-            self.choice = window.winner(tokens) or self._pick(tokens, splits_experts)
-        elif self.choice not in self._announced:
-            self._announced.add(self.choice)
-            self._report(f"auto: step {self.step} is the first with {self.choice.name}")
-        step, ticks = self._ticks
-        # Outside of a window a framework may step as it likes.
-        number = {"step": self.step if self.is_measuring else None}
-        agreed = number | self.agreed_config | {"choice": self.choice.name}
-        self._set_head(agreed, ticks if step == self.step - LATE else 0)
+            print_once(f"auto, exchange of ranks {ranks}: {self.tuner.result}{busiest}")
 
-    def _pick(self, tokens: int, splits_experts: bool = True) -> Choice:
-        """The planner's pick for at most `tokens` on a rank; reports it."""
-        choice, why = self.planner.pick(tokens, splits_experts)
-        self._report(f"{self._where}: {choice.name}, {why}")
-        return choice
+    @property
+    def _others_tune(self) -> bool:
+        """Whether other layers of this exchange have an open window.
 
-    def _report(self, line: str) -> None:
-        if self._reports:
-            print_once(line)
-
-    @cached_property
-    def _where(self) -> str:
-        assert self.planner.shape is not None, "priced"
-        layout = self.planner.shape.layout
-        nodes = counted(layout.num_nodes, "node")
-        return f"auto, EP {layout.ep} x ETP {layout.etp} over {nodes}"
+        They must have run in this step or the one before, since the layers of a dropped model may
+        still exist on some ranks.
+        """
+        others = (each.tuner for each in shared_choosers() if each.group is self.group)
+        return any(
+            tuner.is_open and any(tuner.workload(tuner.step - ago) for ago in (0, 1))
+            for tuner in others
+            if tuner is not self.tuner
+        )
 
 
-# One for all layers of a shape on an exchange; it goes with the last of them.
-_shared: WeakValueDictionary[tuple[Any, ...], AutoChoice] = WeakValueDictionary()
+# One for all layers of a shape on an exchange; freed with the last of them.
+_shared: WeakValueDictionary[tuple[Any, ...], AutoChooser] = WeakValueDictionary()
 
 
-def choosers() -> list[AutoChoice]:
-    """Every `AutoChoice` that layers of this process share."""
+def shared_choosers() -> list[AutoChooser]:
+    """Every `AutoChooser` that layers of this process share."""
     return list(_shared.values())
 
 
-def choice_of(group: dist.ProcessGroup, agreed_config: dict[str, Any]) -> AutoChoice | None:
-    """The choice that layers of this process share, if there is one."""
-    if any(each.step or each.window for each in choosers() if each.group is group):
-        # It may belong to a dropped model in a reference cycle that is not collected yet.
+def shared_chooser(group: dist.ProcessGroup, agreed_config: dict[str, Any]) -> AutoChooser | None:
+    """The `AutoChooser` of the layers with this configuration on a group, if there is one."""
+    tuners = [each.tuner for each in shared_choosers() if each.group is group]
+    if any(tuner.step or tuner.window for tuner in tuners):
+        # It may belong to a dropped model in a reference cycle that has not been collected.
         gc.collect()
     return _shared.get((group, hash_of(agreed_config)))
 
 
-def share(chooser: AutoChoice) -> AutoChoice:
-    """Let layers share a choice; replaces an earlier one."""
+def share_chooser(chooser: AutoChooser) -> AutoChooser:
+    """Let layers share an `AutoChooser`, in place of an earlier one."""
     call_at_steps(_enter_step)
     _shared[chooser.group, hash_of(chooser.agreed_config)] = chooser
     return chooser
 
 
 def _enter_step(optimizer: Any) -> None:
-    for chooser in choosers():
-        # Layers from before a restart in this process may not be gone yet, but their groups are.
+    for chooser in shared_choosers():
+        # Layers from before a restart within this process may still exist with closed groups.
         if is_usable(chooser.group):
             chooser.enter_step(optimizer)

@@ -8,19 +8,22 @@
     token_combine          A2A(EP)                    the chain's transpose
     combine_postprocess    unpermute                  unpermute, or nothing
 
+As stock does, dispatch_preprocess and token_dispatch each call `_maybe_dtoh_and_synchronize`. In
+one of the two the host waits for the counts, and the chain is chosen and bound to them: from there
+on `MicroBatch.choice` and `MicroBatch.exchanges` are set.
+
 Chains of permuted tokens leave permuting and its sums to Megatron, bit for bit; chains of tokens
 copy and sum tokens themselves, in fp32. With moe_monta_overlap_experts, chain, experts and
 transpose may run as one pipeline between token_dispatch and token_combine, which then do nothing
-(`compute`; `layer` calls it).
+(`compute`; `experts` calls it).
 
 Notation: H = hidden size, T = tokens of this rank, E = number of experts, L = local experts,
-EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N = rows, W = most
-experts of any token, K = integers that this rank needs of all ranks' counts.
+EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N = rows, W = width of
+the lists of each token's experts, K = integers that this rank needs of all ranks' counts.
 """
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,48 +35,50 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from monta_megatron.chains import CHAINS, ChainCounts
 from monta_megatron.chains.chain import Rows
 from monta_megatron.chains.pipelined_layer import blocks_of_chunks
-from monta_megatron.common.torch_private import is_usable
 from monta_megatron.core import Choice
-from monta_megatron.exchange.collectives import are_open
-from monta_megatron.exchange.counts import ExchangeCounts
+from monta_megatron.exchange.count_messages import MicroBatchCounts
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.integration.counts import demands_order, padded, replaces_preprocess
+from monta_megatron.exchange.pipeline import Experts, run_pipeline
+from monta_megatron.integration.count_sources import demands_order, padded, replaces_preprocess
 from monta_megatron.integration.layer_setup import set_up_layer
 from monta_megatron.integration.supported_settings import check_supported
 
-if TYPE_CHECKING:
-    from monta_megatron.exchange.pipeline import Experts
-
-# Since 0.18, overlapped shared experts wait for the caller's stream in both communication phases,
-# and run their second layer in token_combine; earlier releases run it in combine_postprocess.
+# Since 0.18, both communication phases make overlapped shared experts wait for the caller's stream,
+# and token_combine runs their second layer; earlier releases run it in combine_postprocess.
 SHARED_EXPERTS_WAIT = hasattr(SharedExpertMLP, "wait_current_stream")
 
 
 @dataclass(kw_only=True)
 class MicroBatch:
-    """State of one micro-batch, until it has left the layer.
+    """State of one micro-batch, from dispatch_preprocess until it has left the layer.
+
+        after                  choice   num_permuted   exchanges   ids_TW
+        dispatch_preprocess    early    set            early       -
+        token_dispatch         set      set            set         set with experts in the pipeline
+        token_combine          set      -              -           -
+
+    early: set where the host waits before permute (`preprocess` has the table); choice also if the
+    whole step has one.
 
     Attributes:
-        choice: the choice that runs; None while it depends on counts that are on their way.
-        has_topk: every token should have top-k experts, so the counts are not needed for shapes.
-        num_permuted: rows to permute where the counts are not needed; see `preprocess`.
-        exchanges: one, or those of the chunks with the experts in the pipeline; empty until bound.
-        lists: probabilities and ids [T, W] of each token's experts.
-        ids_TW: ids of each token's experts, with the experts in the pipeline.
+        choice: of this micro-batch; None: not chosen, until its counts arrive.
+        has_topk: every token should have top-k experts, so shapes are known before the counts.
+        num_permuted: rows to permute if the counts have not arrived.
+        exchanges: the bound chain; one per chunk with the experts in the pipeline.
+        ids_TW: ids of each token's experts.
     """
 
     choice: Choice | None
     has_topk: bool = False
     num_permuted: int = 0
     exchanges: list[Exchange] = field(default_factory=list)
-    lists: tuple[torch.Tensor, torch.Tensor] | None = None
     ids_TW: torch.Tensor | None = None
 
     @property
     def rows(self) -> Rows:
-        """Rows of the chain; without a choice, in a captured permutation, permuted tokens."""
+        """Rows of the chain; permuted tokens while none is chosen, as CUDA graphs need."""
         return "permuted tokens" if self.choice is None else CHAINS[self.choice.chain].rows
 
 
@@ -82,13 +87,13 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     Attributes:
         setup: options, layout and planner.
-        chooser: chooses, from one optimizer step to the next.
-        groups: the process group for each group name of the chains.
-        monitor: bytes by resource; starts and waits go to its recorder, if it has one.
-        moe_layer: gives the MoE layer whose dispatcher this is, or None.
-        micro_batch: the one under way, or the last.
-        received_rows: by rank, in the exchange before the last; sent with the last counts.
-        exchange_counts: [K], which CUDA graphs replay by name; None where capacity fixes them.
+        chooser: makes the choice of each optimizer step.
+        groups: process groups by the group names of the chains.
+        monitor: counts bytes by resource; may record starts and waits.
+        moe_layer: weak reference to the MoE layer of this dispatcher; None before it has one.
+        micro_batch: the current one, or the last.
+        received_rows: by rank, in the exchange before the last; it came with the last counts.
+        joined_counts: [K]; CUDA graphs replay it by name. None if capacity fixes the counts.
     """
 
     def __init__(
@@ -115,77 +120,72 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             pg_collection=pg_collection,
         )
         self.chooser = self.setup.chooser
-        self.groups = self.setup.make_groups(before={})
+        self.groups = self.setup.open_groups({})
         self.monitor = Monitor()
         self.moe_layer: weakref.ref[torch.nn.Module] | None = None
-        self.micro_batch = MicroBatch(choice=self.chooser.choice)
+        self.micro_batch = MicroBatch(choice=self.chooser.step_choice)
         self.received_rows = np.zeros(len(self.setup.layout.nodes), dtype=np.int64)
-        self.exchange_counts: torch.Tensor | None = None
+        self.joined_counts: torch.Tensor | None = None
         self._counts = self.setup.counts
         # Choices whose first use has been checked.
         self._checked: set[Choice] = set()
         # Rows that this rank's experts received in the last exchange.
         self._num_received = 0
-        # Megatron reads every listed attribute, those too that our phases do not set.
+        # CUDA graphs read every attribute in cudagraph_attrs, set by our phases or not.
         self.tokens_per_expert = self.num_global_tokens_per_local_expert = None
         self.num_out_tokens = self.reversed_local_input_permutation_mapping = None
-        self.cudagraph_attrs.append("exchange_counts")
+        self.cudagraph_attrs.append("joined_counts")
 
     @property
     def choice(self) -> Choice | None:
-        """The choice of the last micro-batch."""
+        """The choice of the last micro-batch; None before the first."""
         return self.micro_batch.choice
 
     @property
     def computes(self) -> bool:
-        """Whether the experts of the micro-batch under way run in the pipeline, by `compute`."""
+        """Whether the experts of this micro-batch run in the pipeline, by `compute`."""
         choice = self.micro_batch.choice
         return choice is not None and choice.splits_experts
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count, and permute where rows are permuted tokens.
+        """Start the count exchange, and permute if the chain's rows are permuted tokens.
 
         [S/TP, B, H] or [T, H], [T, E] bool, [T, E] -> [N, H], [N] in expert order; or [T, H],
         [T, E].
         """
         self.hidden_shape = hidden_states.shape
-        # Kernels take values of a row to lie side by side.
+        # Kernels need contiguous rows.
         self.probs = probs_TE = probs.contiguous()
-        if not is_usable(self.tp_ep_group):
-            raise ValueError(
-                "moe_monta: the process groups that this model was built with were destroyed; "
-                "build it again with those of now"
-            )
-        if not are_open(self.groups):
-            self.groups = self.setup.make_groups(self.groups)
+        self.groups = self.setup.open_groups(self.groups)
         self.micro_batch = self._new_micro_batch()
         self.routing_map = padded(routing_map.contiguous(), self.config)
         self.preprocess(self.routing_map)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
+        # If `preprocess` has set this point, the chain is chosen and bound here.
         self._maybe_dtoh_and_synchronize("before_permutation_1")
         # [S/TP, B, H] -> [T, H]
         return self._enter(hidden_states.view(-1, self.hidden_shape[-1]), probs_TE)
 
     def preprocess(self, routing_map: torch.Tensor) -> None:
-        """Start the exchange of counts, and set when the host waits for them, by [T, E].
+        """Start the count exchange of a map [T, E], and set where the host waits for them.
 
             chain's rows     routing map          host waits      rows to permute
             not yet chosen   any                  before permute  as below, once chosen
-            tokens           top-k of each token  before chain    none; expert lists before the wait
-            tokens           any other            before chain    none; expert lists after the wait
+            tokens           top-k of each token  before chain    none
+            tokens           any other            before chain    none
             permuted tokens  top-k of each token  before chain    T * top-k, cut by `_as_counted`
             permuted tokens  padded to capacity   before chain    E * capacity
             permuted tokens  any other            before permute  as counted
 
-        CUDA graphs that capture the permutation cannot wait before it: they permute T * top-k, or
-        to capacity, where the choice or the number of rows is still unknown.
+        CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k
+        rows, or E * capacity, before there is a choice.
         """
         batch, captures = self.micro_batch, self.setup.captures
-        self.exchange_counts, batch.num_permuted = self._counts.exchange(
-            routing_map, self.chooser.head, 0 if captures else self._num_received
+        self.joined_counts, batch.num_permuted = self._counts.collect(
+            routing_map, self.chooser.tag, 0 if captures else self._num_received
         )
         has_size = batch.rows == "tokens" or batch.has_topk or self.drop_and_pad
         waits = not captures and (batch.choice is None or not has_size)
@@ -196,22 +196,23 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Move rows and probabilities to their experts.
 
-        They arrive in the order (local expert, ETP rank, EP rank, token). Where the experts run in
-        the pipeline, nothing moves yet: [T, H] and the probabilities [T, W] of its experts.
+        They arrive in the order (local expert, ETP rank, EP rank, token). With the experts in the
+        pipeline nothing is sent yet: returns [T, H] and the probabilities [T, W].
         """
         if self.shared_experts is not None and SHARED_EXPERTS_WAIT:
             self.shared_experts.wait_current_stream()
         if self.setup.captures:
-            # A graph has replayed the preprocessing, without its Python.
+            # A graph has replayed the preprocessing without running its Python.
             self.micro_batch = self._new_micro_batch()
-        batch = self.micro_batch
+        batch, lists = self.micro_batch, None
         if batch.has_topk and batch.rows == "tokens":
-            # While the counts travel, or after them if there was no choice: a recomputation, which
-            # may have one earlier than the forward pass, makes the same.
+            # Launched while the counts are on their way. A recomputation may know its choice
+            # earlier than its forward pass did, but makes the same lists.
             topk = self.config.moe_router_topk
-            batch.lists = self.setup.list_experts(self.routing_map, permuted_probs, topk)
+            lists = self.setup.list_experts(self.routing_map, permuted_probs, topk)
+        # From here on batch.choice and batch.exchanges are set.
         self._maybe_dtoh_and_synchronize("before_ep_alltoall")
-        rows_NH, probs, ids_TW = self._columns(permutated_local_input_tokens, permuted_probs)
+        rows_NH, probs, ids_TW = self._columns(permutated_local_input_tokens, permuted_probs, lists)
         if self.computes:
             batch.ids_TW = ids_TW
         else:
@@ -222,11 +223,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return rows_NH, probs
 
     def compute(
-        self, experts: "Experts", tokens_TH: torch.Tensor, probs_TW: torch.Tensor
+        self, experts: Experts, tokens_TH: torch.Tensor, probs_TW: torch.Tensor
     ) -> torch.Tensor:
-        """Exchange and compute by chunks: [T, H], [T, W] -> [T, H], the experts' sums by token."""
-        from monta_megatron.exchange.pipeline import run_pipeline
-
+        """Run chain, experts and transpose by chunks: [T, H], [T, W] -> [T, H], summed by token."""
         batch = self.micro_batch
         assert batch.ids_TW is not None, "only tokens are split with their experts"
         return run_pipeline(batch.exchanges, tokens_TH, probs_TW, batch.ids_TW, experts)
@@ -234,9 +233,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Add the experts' counts: [L] int64 on the host. The rows are in expert order already."""
+        """Add the rows of each expert: [L] int64 on the host. Rows are in expert order already."""
         (exchange,) = self.micro_batch.exchanges
-        tokens_per_expert_L = torch.from_numpy(exchange.bound.rows_per_local_expert)
+        tokens_per_expert_L = torch.from_numpy(exchange.bound_chain.rows_per_local_expert)
         return global_input_tokens, tokens_per_expert_L, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -256,18 +255,18 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         batch, rows_NH = self.micro_batch, hidden_states
         if not self.computes:
             rows_NH = combine(batch.exchanges[0], rows_NH)
-        # The backward passes hold what they need of it.
+        # Autograd holds the exchanges until the backward passes have run.
         self.micro_batch = MicroBatch(choice=batch.choice)
-        # Before 0.18, Megatron's own last phase does this, which only permuted tokens go through.
+        # Before 0.18 stock's combine_postprocess does this, which only permuted tokens go through.
         if self.shared_experts is not None and (SHARED_EXPERTS_WAIT or batch.rows == "tokens"):
             self.shared_experts.linear_fc2_forward(rows_NH)
             self.shared_experts.post_forward_comm()
         return rows_NH
 
-    # Chains of permuted tokens and of tokens differ in three functions: enter, columns, leave.
+    # Rows of both kinds enter in `_enter`, are sent as `_columns` and leave here.
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        """Leave: [N, H] or [T, H] -> [S/TP, B, H], with the shared experts' output."""
+        """Leave the chain: [N, H] or [T, H] -> [S/TP, B, H], with the shared experts' output."""
         if self.micro_batch.rows == "permuted tokens":
             output: torch.Tensor = super().combine_postprocess(permutated_local_input_tokens)
             return output
@@ -279,18 +278,18 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _enter(
         self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Enter: [T, H] and [T, E] -> [N, H] and [N] in expert order; tokens as they are."""
+        """Enter the chain: [T, H], [T, E] -> [N, H], [N] in expert order; or the same tensors."""
         batch = self.micro_batch
         if batch.rows == "tokens":
             if self.config.overlap_moe_expert_parallel_comm:
-                # The 1F1B schedule frees what goes into token_dispatch; the router has saved these.
+                # The 1F1B schedule frees the inputs of token_dispatch, but autograd saved these.
                 return tokens_TH.clone(), probs_TE.clone()
             return tokens_TH, probs_TE
         self.hidden_shape_before_permute = tokens_TH.shape
         num_rows, by_map = batch.num_permuted, demands_order(self.config)
-        # With top-k experts the shape is the same whether the counts are here already or not.
+        # With top-k experts the shape must not depend on whether the counts have arrived.
         if batch.exchanges and not batch.has_topk:
-            num_rows = int(batch.exchanges[0].bound.num_source_rows)
+            num_rows = int(batch.exchanges[0].bound_chain.num_source_rows)
         rows_NH, probs_N, permutation, *more = stock.permute(
             tokens_TH,
             self.routing_map,
@@ -306,17 +305,19 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return rows_NH, probs_N
 
     def _columns(
-        self, rows_NH: torch.Tensor, probs: torch.Tensor
+        self,
+        rows_NH: torch.Tensor,
+        probs: torch.Tensor,
+        lists: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Columns of the chain, of what `_enter` returned.
+        """Columns of the chain from the result of `_enter` and `lists` of the experts, if made yet.
 
-        [N, H], [N] -> the same, and no ids; or [T, H], [T, E] -> [T, H], [T, W] and [T, W].
+        [N, H], [N] -> [N, H], [N], no ids; or [T, H], [T, E] -> [T, H], [T, W], ids [T, W].
         """
         batch = self.micro_batch
         if batch.rows == "permuted tokens":
             return *self._as_counted(rows_NH, probs), None
         width = batch.exchanges[0].max_experts_per_token
-        lists, batch.lists = batch.lists, None
         if lists is None or lists[1].shape[1] != width:
             lists = self.setup.list_experts(self.routing_map, probs, width)
         return rows_NH, *lists
@@ -324,12 +325,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     def _as_counted(
         self, rows_NH: torch.Tensor, probs_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cut T * top-k permuted rows to those that the map holds, which permute puts first.
+        """Cut T * top-k permuted rows to the rows of the map, which `permute` puts first.
 
         Raises:
             ValueError: the map holds more.
         """
-        num_rows = int(self.micro_batch.exchanges[0].bound.num_source_rows)
+        num_rows = int(self.micro_batch.exchanges[0].bound_chain.num_source_rows)
         if rows_NH.shape[0] == num_rows:
             return rows_NH, probs_N
         if rows_NH.shape[0] < num_rows:
@@ -349,65 +350,63 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         config = self.config
         has_topk = config.moe_expert_capacity_factor is None and not replaces_preprocess()
         return MicroBatch(
-            choice=self.chooser.choice,
+            choice=self.chooser.step_choice,
             has_topk=has_topk and not config.moe_router_padding_for_quantization,
         )
 
     def _maybe_dtoh_and_synchronize(self, point: str) -> None:
-        """Copy the counts at `cuda_dtoh_point`; wait and bind the chain at `cuda_sync_point`.
-
-        Stock calls this at both, the second of which may be the same point or a later one. Once it
-        has waited, the host knows all splits.
-        """
+        """Copy the counts at `cuda_dtoh_point`; wait and bind the chain at `cuda_sync_point`."""
         if point == self.cuda_dtoh_point:
-            self._counts.copy_to_host(self.exchange_counts, self.cuda_dtoh_stream)
+            self._counts.copy_to_host(self.joined_counts, self.cuda_dtoh_stream)
         if point == self.cuda_sync_point:
             self._bind(self._counts.read())
 
-    def _bind(self, counts: ExchangeCounts) -> None:
-        """Choose with the other ranks, check a first use, and bind the chain to the counts."""
+    def _bind(self, counts: MicroBatchCounts) -> None:
+        """Set choice and exchanges of the micro-batch; checks a choice before its first use."""
         batch, layer = self.micro_batch, None if self.moe_layer is None else self.moe_layer()
         is_training = torch.is_grad_enabled() if layer is None else layer.training
-        batch.choice = choice = self.chooser.choose(counts, is_training, self.probs.device)
-        self.received_rows = counts.received_rows.copy()
+        choice = self.chooser.choose(counts, is_training, self.probs.device)
+        assert batch.choice in (None, choice), f"entered for {batch.choice}, chosen: {choice}"
+        batch.choice, self.received_rows = choice, counts.received_rows.copy()
         if choice not in self._checked:
             self._check(choice)
         chain, num_chunks, width = CHAINS[choice.chain], choice.num_chunks, 0
         sum_dtype = torch.float32
         if chain.rows == "permuted tokens":
-            of_exchanges: list[ChainCounts] = [counts.permuted_tokens]
+            counts_by_exchange: list[ChainCounts] = [counts.permuted_tokens]
             # Megatron reduces over the expert tensor parallel group in the probabilities' dtype.
             sum_dtype = torch.promote_types(self.probs.dtype, torch.float32)
         else:
             assert counts.tokens is not None, "counted for chains of tokens"
             least = self.config.moe_router_topk if batch.has_topk else 0
-            width, of_exchanges = max(least, counts.max_experts_per_token), [counts.tokens]
+            width, counts_by_exchange = max(least, counts.max_experts_per_token), [counts.tokens]
             if choice.splits_experts:
                 blocks = blocks_of_chunks(counts.tokens.tokens.shape[1], num_chunks)
-                of_exchanges, num_chunks = [counts.tokens.of_blocks(*each) for each in blocks], 1
+                counts_by_exchange = [counts.tokens.of_blocks(*each) for each in blocks]
+                num_chunks = 1
         batch.exchanges = [
             Exchange(
-                bound=chain.bind(self.setup.layout, each, num_chunks),
+                bound_chain=chain.bind(self.setup.layout, each, num_chunks),
                 groups=self.groups,
                 sum_dtype=sum_dtype,
                 monitor=self.monitor,
                 max_experts_per_token=width,
                 fused=self.setup.is_fused,
             )
-            for each in of_exchanges
+            for each in counts_by_exchange
         ]
-        self._num_received = int(sum(each.bound.num_expert_rows for each in batch.exchanges))
+        self._num_received = int(sum(each.bound_chain.num_expert_rows for each in batch.exchanges))
 
     def _check(self, choice: Choice) -> None:
-        """Check a choice before it first carries rows."""
+        """Run the round trip with known answer, before a choice first carries rows."""
         setup = self.setup
         if setup.options.check and self.tp_ep_group.size() > 1:
+            # Only trainings that check import it.
             from monta_megatron.integration.first_use import FirstUse
 
             FirstUse(
-                chain=CHAINS[choice.chain],
-                num_chunks=choice.num_chunks,
-                layout=setup.layout,
+                choice=choice,
+                count_messages=setup.counts.count_messages,
                 group=self.tp_ep_group,
                 groups=self.groups,
                 hidden_size=self.hidden_shape[-1],

@@ -2,21 +2,31 @@
 
 Tokens, their experts and the experts' outputs are functions of indices, so every rank computes by
 itself what its experts must receive and what must come back, and compares bit for bit.
+`FirstUse._passes` follows one token.
 
-    row of a token        its number, rank * 256 + token, in bits; a bit is 1 or 2, not 0 or 1
-    output of an expert   the row times the number of the expert and its ETP rank, in such bits
-    every 8th column      a token's experts, or an expert's ETP ranks, return s, B, -B, 0, 0, ...
-    backward passes       the same with 3 - row
+A row holds the bits of its token's number, rank * 256 + token, written as 1 and 2. An expert
+multiplies it by the bits of its own number and ETP rank. Sums of such products are integers up to
+256, exact in any order. The backward passes do the same with 3 - row, which swaps 1 and 2.
 
-Sums of bits are integers up to 256, exact in any order. Of the others s + B = B in fp32, so that
-s + B - B is 0, but -B + B + s is s: they show the order. All partial sums of them are values of the
-rows' dtype, so hops round nothing.
+Every fourth column of an output shows the order of a sum instead: its summands are s, B, -B, 0, 0,
+... with s so small that s + B = B in fp32. Then s + B - B is 0, but -B + B + s is s. All partial
+sums are values of the rows' dtype, so no hop rounds.
 
-All ranks of the exchange must call `check`. After an exception on one rank alone, the others wait
-in the next collective, a pass or the gather of differences, until the time limit of its group.
+To debug a failure: the message names the pass, the row and column of its first wrong value, the
+row's token and experts, and both values. Every pass gets right inputs, so the pass itself is wrong.
+- Does it pass with --moe-monta-num-chunks 1? Then chunks share what they must not: a buffer of a
+  ring, an event. With --moe-monta-kernels torch? Then a Triton kernel is wrong.
+- A value of 0 was never written, or its chunk is missing. A row with another token's bits went
+  astray: `Segments` of the stage that moved it. A smaller sum lacks an expert's row.
+- Columns 3, 7, 11, ... of combine and dispatch backward alone: a sum has another order.
+`tests/dist/self_checks.py` runs the check on CPU ranks, with planted faults of each kind.
+
+All ranks of the exchange must call `check`. If only one rank raises an exception on its way, the
+others wait in the next collective until the time limit of its group.
 
 Notation: S = ranks of the exchange, T = tokens of a rank, E = experts, K = experts of a token, H =
-hidden size, N = rows, X = experts of a source row: K of a token, 1 of a permuted token.
+hidden size, N = rows, X = experts of a source row: K of a token, 1 of a permuted token. A pair is a
+token and one of its experts, as 4 integers.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -30,30 +40,29 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from monta_megatron.chains import Chain
-from monta_megatron.chains.chain import blocks_for
-from monta_megatron.chains.counts import num_counted_blocks
+from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
-from monta_megatron.common.units import counted
-from monta_megatron.core import Layout
-from monta_megatron.exchange.buffers import Columns
+from monta_megatron.core import Choice, Layout
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
-from monta_megatron.exchange.counts import CountTable
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.errors import ExchangeError
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
+from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.integration.counts import CountExchange
+from monta_megatron.integration.count_sources import CountsFromRanks
 
-# Tokens of a rank; most ranks have up to 7 fewer, so that their numbers differ.
-NUM_TOKENS, FEWER_TOKENS = 256, 8
-# bf16 holds the integers up to 256: a sum has at most 64 terms, and a term is at most 2 * 2.
+# Most tokens of a rank; rank r has r % 8 fewer, so that neighbours' numbers of tokens differ.
+NUM_TOKENS = 256
+# bf16 holds all integers up to 256: a sum has at most 64 terms of at most 2 * 2.
 LARGEST, MOST_TERMS = 256, 64
-# s, B, -B and the rest; all are normal numbers of fp16.
+# s, B, -B, and 0 for all further summands; all are normal numbers of fp16.
 TERMS = (2.0**-13, 2.0**12, -(2.0**12), 0.0)
+# Order columns of an output. The summands are a token's experts in ascending order; or the ETP
+# ranks of a token's first expert (of every permuted token), the other experts giving 0.
 BY_EXPERT, BY_ETP_RANK = slice(3, None, 8), slice(7, None, 8)
-# Columns of a pair: rank of the token and its position there, position of the expert among the
-# token's, which ascend, and the expert.
+# The integers of a pair: the token's rank and its index there, the expert's index among the
+# token's experts in ascending order, and the expert.
 SOURCE, TOKEN, PLACE, EXPERT = range(4)
 
 # Checks that have passed, by group.
@@ -61,28 +70,27 @@ _passed: WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = WeakKeyDictionary
 
 
 class SelfCheckError(RuntimeError):
-    """The check of a first use failed or found a difference; the message names ranks and place."""
+    """The check failed or found a difference; the message names ranks, position and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstUse:
-    """A chain in a number of chunks, for the rows of a training.
+    """A choice, with rows like a training's.
 
     Attributes:
-        chain, num_chunks: the same on all ranks of the exchange.
-        layout: this rank's place.
+        choice: the same on all ranks of the exchange.
+        count_messages: of the training; has this rank's position in the exchange.
         group: the ranks of the exchange.
-        groups: the process group for each group name of the chain.
+        groups: process groups by the group names of the chain.
         hidden_size, dtype: of the rows.
         prob_dtype: of the probabilities.
-        topk: K of the training; the check has fewer where it is above 64 / ETP.
+        topk: K of the training; the check uses at most 64 / ETP.
         device: of the rows.
-        fused: Triton kernels do the work.
+        fused: whether Triton kernels do the work.
     """
 
-    chain: Chain
-    num_chunks: int
-    layout: Layout
+    choice: Choice
+    count_messages: CountMessages
     group: dist.ProcessGroup
     groups: Mapping[str, PeerGroup]
     hidden_size: int
@@ -93,84 +101,82 @@ class FirstUse:
     fused: bool
 
     def check(self) -> None:
-        """Check the chain, unless it has passed in this process before; draws no random numbers.
+        """Check the choice, unless it has passed in this process; draws no random numbers.
 
         Raises:
-            SelfCheckError: there is a difference on a rank, or the round trip failed.
+            SelfCheckError: a rank found a difference, or the round trip failed.
         """
         passed = _passed.setdefault(self.group, set())
         rows = self.hidden_size, self.dtype, self.prob_dtype, self.topk
-        key = self.layout, self.chain.name, self.num_chunks, *rows, self.fused
+        layout = self.count_messages.layout
+        key = layout, self.choice.chain, self.choice.num_chunks, *rows, self.fused
         if key in passed:
             return
-        problem = ""
-        cause: Exception | None = None
         try:
-            # Whatever a trainer's default device is.
+            # A trainer may have set another default device.
             with torch.no_grad(), torch.device("cpu"):
                 for difference in self._differences():
-                    # A collective, with the same answer on all ranks.
-                    if problem := self._on_any_rank(difference):
-                        break
-        except ExchangeError:
+                    self._raise_on_any_rank(difference)
+        except (ExchangeError, SelfCheckError):
             raise
-        except Exception as error:  # noqa: BLE001 - named, and raised below
-            problem, cause = f": the round trip failed: {type(error).__name__}: {error}", error
-        if problem:
-            chain = f"chain {self.chain.name} in {counted(self.num_chunks, 'chunk')}"
-            advice = "Report it, and train with moe_token_dispatcher_type alltoall"
-            if self.fused:
-                advice += " or moe_monta_kernels torch"
-            raise SelfCheckError(f"moe_monta_check: {chain}{problem}. {advice}") from cause
+        except Exception as error:
+            problem = f"the round trip failed: {type(error).__name__}: {error}"
+            raise self._error(problem) from error
         passed.add(key)
 
-    def _on_any_rank(self, difference: str) -> str:
-        """The ranks of the exchange with a difference, and that of the first; "" without one."""
+    def _raise_on_any_rank(self, difference: str) -> None:
+        """Raise on all ranks if any has a difference; the message has the first one's."""
         ranks = dist.get_process_group_ranks(self.group)
-        lines = dict(zip(ranks, gather_objects(difference, self.group), strict=True))
-        wrong = [rank for rank in ranks if lines[rank]]
-        if not wrong:
-            return ""
-        return (
-            f" is wrong on rank {', '.join(map(str, wrong))} of the ranks "
-            f"{', '.join(map(str, ranks))}; on rank {wrong[0]} {lines[wrong[0]]}"
+        lines = zip(ranks, gather_objects(difference, self.group), strict=True)
+        if wrong := {rank: line for rank, line in lines if line}:
+            all_ranks, wrong_ranks = (", ".join(map(str, each)) for each in (ranks, wrong))
+            first = min(wrong)
+            raise self._error(
+                f"wrong on rank {wrong_ranks} of {all_ranks}; on rank {first}: {wrong[first]}"
+            )
+
+    def _error(self, problem: str) -> SelfCheckError:
+        advice = "train with moe_token_dispatcher_type alltoall"
+        if self.fused:
+            advice += " or moe_monta_kernels torch"
+        return SelfCheckError(
+            f"moe_monta_check: {self.choice.name}: {problem}. Report it, and {advice}; "
+            "integration/first_use.py says how to debug it"
         )
 
     def _differences(self) -> Iterator[str]:
-        """The first difference on this rank, or "": of the counts, then of the four passes."""
-        layout = self.layout
+        """The first difference in the counts, then the first in the four passes; "" if none."""
+        layout = self.count_messages.layout
         pairs = route(layout, min(self.topk, layout.num_experts, MOST_TERMS // layout.etp))
-        # [N, X, 4]: by token; or in Megatron's permuted order, (expert, token).
+        # [N, X, 4] in the order of the source rows: by token, or permuted by (expert, token).
         sent, received = pairs[pairs[:, 0, SOURCE] == layout.rank], received_pairs(pairs, layout)
-        if self.chain.rows == "permuted tokens":
+        if CHAINS[self.choice.chain].rows == "permuted tokens":
             sent = sent.flatten(0, 1)[sent[..., EXPERT].flatten().argsort(stable=True), None]
-        exchange, counts_SL = self._exchange(sent)
+        exchange, counts_SL = self._bind(sent)
         expected_SL, local = torch.zeros_like(counts_SL), received[:, EXPERT] - layout.first_expert
         expected_SL.index_put_((received[:, SOURCE], local), torch.tensor(1), accumulate=True)
         yield _difference("counts by source rank and local expert", counts_SL, expected_SL)
         differences = [_difference(*each) for each in self._passes(exchange, sent, received)]
         yield next((line for line in differences if line), "")
 
-    def _exchange(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
-        """Exchange the counts, and bind the chain by them; with them: [S, L]."""
-        layout, chain = self.layout, self.chain
-        table = CountTable(
-            chains=(chain,),
-            layout=layout,
-            num_blocks=num_counted_blocks((chain,), blocks_for(self.num_chunks)),
-            kernels="fused" if self.fused else "torch",
+    def _bind(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
+        """Exchange the counts and bind the chain; returns the exchange and the counts [S, L]."""
+        chain, count_messages = CHAINS[self.choice.chain], self.count_messages
+        routing_map_TE = torch.zeros(
+            int(sent[..., TOKEN].max()) + 1, count_messages.layout.num_experts
         )
-        routing_map_TE = torch.zeros(int(sent[..., TOKEN].max()) + 1, layout.num_experts).bool()
-        routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = True
-        source = CountExchange(
-            count_table=table, topk=self.topk, group=self.group, chain_name=chain.name
+        routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = 1
+        source = CountsFromRanks(
+            count_messages=count_messages, topk=self.topk, group=self.group, chain_name=chain.name
         )
-        counts_K, _ = source.exchange(routing_map_TE.to(self.device))
-        counts = table.read(counts_K.cpu().numpy())
-        permuted = counts.permuted_tokens
-        least = torch.float32 if chain.rows == "tokens" else self.prob_dtype
+        counts_K, _ = source.collect(routing_map_TE.bool().to(self.device))
+        counts = count_messages.read(counts_K.cpu().numpy())
+        permuted, is_token = counts.permuted_tokens, chain.rows == "tokens"
+        row_counts = counts.tokens if is_token else permuted
+        assert row_counts is not None, "counted for chains of tokens"
+        least = torch.float32 if is_token else self.prob_dtype
         exchange = Exchange(
-            bound=chain.bind(layout, counts.tokens or permuted, self.num_chunks),
+            bound_chain=chain.bind(count_messages.layout, row_counts, self.choice.num_chunks),
             groups=self.groups,
             sum_dtype=torch.promote_types(least, torch.float32),
             monitor=Monitor(),
@@ -181,18 +187,34 @@ class FirstUse:
         return exchange, torch.from_numpy(permuted.received).transpose(0, 1).flatten(0, 1)
 
     def _passes(self, exchange: Exchange, sent: torch.Tensor, received: torch.Tensor) -> list[Any]:
-        """Arguments of `_difference`. No memory that a pass has left holds the answer of another.
+        """Run the four passes; returns the arguments of `_difference` for each result.
 
-        Args:
-            exchange: bound to the counts of the pairs.
-            sent: [N, X, 4].
-            received: [N, 4].
+        `sent` are the pairs [N, X, 4] of the source rows, `received` those [N, 4] of the experts'.
+
+        Token 3 of rank 1, on 4 ranks (EP 4, ETP 1) with 2 experts each, top-3: its number is 1 *
+        256 + 3 = 259, its experts are 2 and 3 on rank 1 and 4 on rank 2. Lowest bits first:
+
+            column                   0   1   2   3              7
+            row, bits of 259         2   2   1   1              1
+            factors of expert 2      1   2   1
+            factors of expert 3      2   2   1
+            factors of expert 4      1   1   2
+            dispatch to experts      2   2   1   1              1   the row, at all 3 experts
+            output of expert 2       2   4   1   s              s
+            output of expert 3       4   4   1   B              0
+            output of expert 4       2   2   2  -B              0
+            combine                  8  10   4   s + B - B = 0  s   the sum, at rank 1
+            combine backward         1   1   2   2              2   3 - row, at all 3 experts
+            dispatch backward        4   5   8   0              s   outputs for 3 - row, summed
+
+        The bits of 3 - row all differ from the row's, so no pass can pass by stale memory.
         """
-        layout, is_token = self.layout, self.chain.rows == "tokens"
+        layout, chain = self.count_messages.layout, exchange.bound_chain.chain
+        is_token = chain.rows == "tokens"
         terms, etp_rank = torch.tensor(TERMS), layout.rank % layout.etp
         sum_dtype = torch.promote_types(exchange.sum_dtype, self.dtype)
 
-        # Step 1: rows on both sides, and the numbers of the experts: [E * ETP] -> [E, ETP, bits].
+        # Step 1: rows on both sides, and factors of the experts: [E * ETP] -> [E, ETP, bits].
         sizes = len(layout.nodes) * NUM_TOKENS, layout.num_experts * layout.etp
         rows, arrived = (
             self._wide(_bits(pairs[:, SOURCE] * NUM_TOKENS + pairs[:, TOKEN], sizes[0]))
@@ -200,9 +222,8 @@ class FirstUse:
         )
         factors = _bits(torch.arange(sizes[1]), sizes[1]).unflatten(0, (-1, layout.etp))
 
-        # Step 2: outputs of the experts, and their sums. Of a token that is summed by its chain the
-        # first expert's ETP ranks have an order.
-        place, own_place = received[:, PLACE], sent[:, 0, PLACE]
+        # Step 2: outputs of the experts and their sums: factors, then both kinds of order columns.
+        place = received[:, PLACE]
         outputs = (
             factors[received[:, EXPERT], etp_rank],
             terms[place.clamp(max=3)] * (etp_rank == 0),
@@ -210,16 +231,14 @@ class FirstUse:
         )
         sums = (
             factors.sum(dim=1)[sent[..., EXPERT]].sum(dim=1),
-            sum_by_expert(sent[..., EXPERT], self.chain, layout, sum_dtype)
-            if is_token
-            else terms[own_place.clamp(max=3)],
-            _sum_of_terms(layout.etp, sum_dtype).expand(len(rows)),
+            sum_by_expert(sent, chain, layout, sum_dtype),
+            _sum_in_order(terms[: layout.etp], sum_dtype).expand(len(sent)),
         )
 
-        # Step 3: probabilities, [T, K] or [N]; of their gradients each ETP rank has a share.
+        # Step 3: probabilities, [T, K] or [N]; each ETP rank returns a share of their gradients.
         lists = sent if is_token else sent[:, 0]
         probs, arrived_probs = (
-            self._probs(1 + _mixed(each) % LARGEST) for each in (lists, received)
+            self._probs(1 + _mixed(pairs) % LARGEST) for pairs in (lists, received)
         )
         most = LARGEST // layout.etp
         shares = most - (_mixed(received) + etp_rank) % most
@@ -230,12 +249,12 @@ class FirstUse:
         dispatched = run(exchange, DISPATCH, Columns(rows, probs, ids))
         combined = run(exchange, COMBINE, Columns(self._times(arrived, *outputs)))
         gradients = run(exchange, COMBINE_BACKWARD, Columns(3 - rows))
-        of_experts = Columns(self._times(3 - arrived, *outputs), self._probs(shares))
-        returned = run(exchange, DISPATCH_BACKWARD, of_experts)
+        expert_gradients = Columns(self._times(3 - arrived, *outputs), self._probs(shares))
+        returned = run(exchange, DISPATCH_BACKWARD, expert_gradients)
         prob_gradients = self._probs(all_shares.sum(dim=-1))
         return [
-            ("rows at the experts", dispatched.rows, arrived, received),
-            ("probabilities", dispatched.probs, arrived_probs, received),
+            ("dispatch", dispatched.rows, arrived, received),
+            ("dispatch of probabilities", dispatched.probs, arrived_probs, received),
             ("combine", combined.rows, self._times(rows, *sums), sent),
             ("combine backward", gradients.rows, 3 - arrived, received),
             ("dispatch backward", returned.rows, self._times(3 - rows, *sums), sent),
@@ -243,15 +262,17 @@ class FirstUse:
         ]
 
     def _wide(self, values: torch.Tensor) -> torch.Tensor:
-        """[N, any number] -> [N, H]: the same values again and again, but in the order columns."""
+        """[N, bits] -> [N, H]: the bits repeat; an order column repeats the column before it."""
         columns = torch.arange(self.hidden_size)
         index = (columns - (columns + 1) // 4) % values.shape[1]
         return values.to(self.device, self.dtype).index_select(1, index.to(self.device))
 
-    def _times(self, rows: torch.Tensor, *of_rows: torch.Tensor) -> torch.Tensor:
-        """[N, H] times [N, bits]; the columns in which the order shows hold [N] and [N]."""
-        result = rows * self._wide(of_rows[0])
-        for columns, values in zip((BY_EXPERT, BY_ETP_RANK), of_rows[1:], strict=True):
+    def _times(
+        self, rows: torch.Tensor, factors: torch.Tensor, *in_order: torch.Tensor
+    ) -> torch.Tensor:
+        """[N, H] times [N, bits]; the order columns hold the other two, [N] each."""
+        result = rows * self._wide(factors)
+        for columns, values in zip((BY_EXPERT, BY_ETP_RANK), in_order, strict=True):
             result[:, columns] = values.to(self.device, self.dtype)[:, None]
         return result
 
@@ -260,12 +281,12 @@ class FirstUse:
 
 
 def route(layout: Layout, topk: int) -> torch.Tensor:
-    """All pairs of the exchange, [S * T, K, 4]; see `SOURCE` for the columns.
+    """All pairs of the exchange: [tokens of all ranks, K, 4]; see `SOURCE` for the integers.
 
-    A token's experts are equally far apart, cyclically; how far differs from token to token.
+    The experts of a token have one distance, modulo E, which differs from token to token.
     """
     num_experts, places = layout.num_experts, torch.arange(topk)
-    num_tokens = NUM_TOKENS - torch.arange(len(layout.nodes)) % FEWER_TOKENS
+    num_tokens = NUM_TOKENS - torch.arange(len(layout.nodes)) % 8
     source, token = (torch.arange(NUM_TOKENS) < num_tokens[:, None]).nonzero().T[..., None]
     steps = torch.tensor([n for n in range(1, num_experts + 1) if gcd(n, num_experts) == 1])
     first, step = source + token + token // len(steps), steps[token % len(steps)]
@@ -284,18 +305,18 @@ def received_pairs(pairs: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def sum_by_expert(
-    experts: torch.Tensor, chain: Chain, layout: Layout, dtype: torch.dtype
+    pairs: torch.Tensor, chain: Chain, layout: Layout, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[T, K] ascending experts -> [T] sum of their s, B, -B, 0 ... by the hops of a chain.
+    """[N, X, 4] -> [N], the sum of s, B, -B, 0, ... over a row's experts by the hops of a chain.
 
-    A rank sums its experts; where a collective stays in the node, it sums its ranks; the token's
-    rank sums what comes to it. Each hop's order ascends, so this is one sum in order, unless B and
-    -B have met in a hop before s.
+    A rank sums its experts; a chain with a hop inside the node sums the ranks of a node; then the
+    token's rank sums the rest. Every hop sums in ascending order, so the result is the sum in
+    order, unless B and -B meet in an earlier hop than s and B: then s is left.
     """
-    total = _sum_of_terms(experts.shape[1], dtype).expand(len(experts))
-    if experts.shape[1] < 3:
+    total = _sum_in_order(torch.tensor(TERMS)[pairs[..., PLACE].clamp(max=3)], dtype)
+    if pairs.shape[1] < 3:
         return total
-    ranks = experts // layout.num_local_experts * layout.etp
+    ranks = pairs[..., EXPERT] // layout.num_local_experts * layout.etp
     hops_apart = (ranks.diff() != 0).int()
     if "node" in chain.groups:
         hops_apart += torch.tensor(layout.nodes)[ranks].diff() != 0
@@ -305,28 +326,29 @@ def sum_by_expert(
 def _difference(
     name: str, actual: torch.Tensor, expected: torch.Tensor, pairs: torch.Tensor | None = None
 ) -> str:
-    """The first place, its token and experts, and both values there; "" if all are equal."""
+    """The first wrong value with its position, token and experts, and their number; "" if none."""
     assert actual.shape == expected.shape, f"{name}: {actual.shape}, {expected.shape}"
-    places = (actual != expected).nonzero()
-    if len(places) == 0:
+    wrong = (actual != expected).nonzero()
+    if len(wrong) == 0:
         return ""
-    first = tuple(places[0].tolist())
-    line = f"{name}: {actual[first].item():g} at {list(first)}"
+    first = tuple(wrong[0].tolist())
+    line = f"{name}: {actual[first].item():g} at {list(first)}, must be {expected[first].item():g}"
     if pairs is not None:
         source, token, _, experts = pairs[first[0]].view(-1, 4).T.tolist()
         line += f" (token {token[0]} of rank {source[0]}, experts {experts})"
-    return f"{line}, must be {expected[first].item():g}"
+    return f"{line}; {len(wrong):,} of {expected.numel():,} values are wrong"
 
 
 def _bits(numbers: torch.Tensor, end: int) -> torch.Tensor:
-    """[N] numbers below `end` -> [N, bits], each 1 or 2."""
+    """[N] numbers below `end` -> [N, bits], lowest first, written as 1 and 2."""
     return 1 + (numbers[:, None] >> torch.arange(max((end - 1).bit_length(), 1)) & 1)
 
 
 def _mixed(pairs: torch.Tensor) -> torch.Tensor:
-    """An integer of each pair, other than its neighbours': [..., 4] -> [...]."""
+    """An integer for each pair, unlike its neighbours': [..., 4] -> [...]."""
     return (pairs * torch.tensor([29, 5, 0, 77])).sum(dim=-1)
 
 
-def _sum_of_terms(num_terms: int, dtype: torch.dtype) -> torch.Tensor:
-    return reduce(add, torch.tensor(TERMS, dtype=dtype)[:num_terms])
+def _sum_in_order(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[..., X] -> [...], added one after the other in a dtype."""
+    return reduce(add, values.to(dtype).unbind(-1))

@@ -1,4 +1,7 @@
-"""How an MoE layer gets our dispatcher: by patching MoELayer or, without a patch, by a spec."""
+"""How an MoE layer gets our dispatcher: by patching MoELayer or, without a patch, by a spec.
+
+Megatron is imported in functions, not at the top: its import calls `patch_moe_layer` of this file.
+"""
 
 import copy
 import dataclasses
@@ -10,15 +13,11 @@ from typing import Any
 
 from monta_megatron.common.launch_order import settle_launch_order
 from monta_megatron.integration.arguments import is_monta, refuse, seen_as_alltoall
-from monta_megatron.integration.ranks import add_layer
+from monta_megatron.integration.ranks import add_layer, reports_for_stage
 
 
 def patch_moe_layer(moe_layer: ModuleType) -> None:
-    """Let `MoELayer` build our dispatcher where its configuration says "monta".
-
-    Args:
-        moe_layer: the module megatron.core.transformer.moe.moe_layer.
-    """
+    """Make `moe_layer.MoELayer` build our dispatcher if its configuration says "monta"."""
     original = moe_layer.MoELayer.__init__
 
     @functools.wraps(original)
@@ -42,28 +41,28 @@ def build_with_monta(
         config: its TransformerConfig; the dispatcher keeps it.
 
     Raises:
-        ValueError: the 1F1B overlap schedule takes this layer for one of stock's, or the dispatcher
+        ValueError: the 1F1B overlap schedule would treat this layer as stock's, or the dispatcher
             cannot run here; the latter ends a training with one line and exit status 2.
     """
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from monta_megatron.integration.dispatcher import MontaTokenDispatcher
-    from monta_megatron.integration.ranks import reports_for_stage
 
-    if not is_monta(config) and getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise ValueError(
-            "overlap_moe_expert_parallel_comm: got True, must be False with the dispatcher in the "
-            "layer spec, since Megatron's schedule would free what the experts have saved; set "
-            "moe_token_dispatcher_type to 'monta' instead"
-        )
     if not is_monta(config):
-        # Megatron has checked no option of ours, and has made its groups.
+        if getattr(config, "overlap_moe_expert_parallel_comm", False):
+            raise ValueError(
+                "overlap_moe_expert_parallel_comm: got True, must be False with the dispatcher in "
+                "the layer spec, since Megatron's schedule would free what the experts have saved; "
+                "set moe_token_dispatcher_type to 'monta' instead"
+            )
+        # `check_config` has not run, which does this before Megatron makes its groups.
         settle_launch_order()
     groups = kwargs["pg_collection"] = kwargs.get("pg_collection") or get_default_pg_collection()
     with seen_as_alltoall(config):
         construct(layer, config, *args, **kwargs)
     try:
         if getattr(config, "moe_monta_overlap_experts", False):
+            # Only trainings that ask for it import it.
             from monta_megatron.integration.experts import prepare_layer
 
             prepare_layer(layer)
@@ -77,7 +76,7 @@ def build_with_monta(
     if hasattr(layer, "_training_token_dispatcher"):
         layer._training_token_dispatcher = dispatcher
     layer.token_dispatcher = dispatcher
-    # So that the layer goes when nothing else holds it.
+    # The dispatcher must not keep its layer alive.
     dispatcher.moe_layer = weakref.ref(layer)
     add_layer(layer)
 
@@ -99,7 +98,7 @@ def monta_moe_layer() -> type:
 def with_monta(spec: Any) -> Any:
     """A copy of a spec in which every MoE layer uses our dispatcher.
 
-    This is the way in that patches nothing: pass the result where Megatron takes a spec, with
+    Nothing of Megatron is patched: pass the result where Megatron takes a spec, with
     `moe_token_dispatcher_type="alltoall"` in the configuration.
 
     Args:
@@ -116,10 +115,10 @@ def with_monta(spec: Any) -> Any:
 
 
 def _with_monta(part: Any) -> Any:
-    """A part of a spec with our layer instead of Megatron's; itself if it holds none.
+    """A part of a spec with our layer in place of Megatron's; the part itself if it holds none.
 
     Megatron's specs are dataclasses, partials (megatron-core >= 0.18 builds the MoE layer from
-    one), lists and mappings, around classes. Nothing else is copied: a builder may be a closure.
+    one), lists and mappings, around classes. Anything else, such as a closure, is left as it is.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
 

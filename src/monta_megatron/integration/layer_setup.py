@@ -1,8 +1,9 @@
-"""Set-up of a layer's dispatcher: everything that lasts, agreed on by the ranks of its exchange."""
+"""Set-up of a layer's dispatcher: what lasts for the layer, agreed by the ranks of its exchange."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from monta_megatron.chains.counts import num_counted_blocks
 from monta_megatron.common.first_rank import print_once
 from monta_megatron.common.nodes import check_named_alike, is_named, node_here
-from monta_megatron.common.units import counted
+from monta_megatron.common.torch_private import is_usable
 from monta_megatron.core import Layout
-from monta_megatron.exchange.collectives import PeerGroup, gather_objects, peer_groups
-from monta_megatron.exchange.counts import CountTable, expert_ids_of
+from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups
+from monta_megatron.exchange.count_messages import CountMessages
+from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
-from monta_megatron.integration.auto import AutoChoice, Chooser, choice_of, share
-from monta_megatron.integration.counts import CapacityCounts, CountExchange
+from monta_megatron.integration.auto import AutoChooser, Chooser, share_chooser, shared_chooser
+from monta_megatron.integration.count_sources import CountsFromCapacity, CountsFromRanks
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import agreed_config, planner_for
 from monta_megatron.integration.ranks import (
@@ -33,53 +35,95 @@ from monta_megatron.planner.choose import Planner
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSetup:
-    """Everything about a layer's exchange that lasts.
+    """Everything about a layer's exchange that lasts as long as the layer.
 
     Attributes:
+        config: of the layer.
         options: of the configuration; the kernels are those that all ranks run.
         layout: this rank's position in the exchange.
         groups: Megatron's "ep", "etp" and "tp_ep".
         planner: proposes choices.
-        chooser: chooses, from one optimizer step to the next.
-        counts: source of the counts.
+        chooser: makes the choice of each optimizer step.
         captures: whether CUDA graphs capture the preprocessing.
         is_fused: whether Triton kernels do the work.
     """
 
+    config: TransformerConfig
     options: Options
     layout: Layout
     groups: Mapping[str, dist.ProcessGroup]
     planner: Planner
     chooser: Chooser
-    counts: CountExchange | CapacityCounts
     captures: bool
     is_fused: bool
 
     @cached_property
     def list_experts(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Lists each token's experts, with their probabilities; see `counts.expert_ids_of`."""
+        """Function that lists each token's experts; see `exchange.expert_lists.expert_ids_of`."""
         if self.is_fused:
-            from monta_megatron.exchange.kernels.expert_lists import expert_ids_of as of_kernel
+            # Triton may be missing where no kernel runs.
+            from monta_megatron.exchange.kernels import expert_lists
 
-            return of_kernel
+            return expert_lists.expert_ids_of
         return expert_ids_of
 
-    def make_groups(self, before: Mapping[str, PeerGroup]) -> dict[str, PeerGroup]:
-        """Make those groups of the chains that are not open; all ranks of the exchange call this.
+    @cached_property
+    def counts(self) -> CountsFromRanks | CountsFromCapacity:
+        """Source of the counts: the capacity if it fixes them, else an exchange."""
+        planner, config = self.planner, self.config
+        table = CountMessages(
+            chains=planner.chains,
+            layout=self.layout,
+            num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
+            kernels=self.options.kernels,
+        )
+        if config.moe_pad_expert_input_to_capacity:
+            return CountsFromCapacity(count_messages=table, config=config)
+        return CountsFromRanks(
+            count_messages=table,
+            topk=config.moe_router_topk,
+            group=self.groups["tp_ep"],
+            chain_name=self.options.chain,
+        )
 
-        Args:
-            before: those that were made last, which are closed; at first none.
+    def notes(self) -> Iterator[str]:
+        """Lines for the log: experts that are not split, a given choice, why nothing is tuned."""
+        if self.options.overlap_experts and not self.planner.splits_experts:
+            yield "moe_monta_overlap_experts: no layer is split: no chain of tokens can run"
+        reasons = {
+            "CUDA graphs of the preprocessing": self.captures,
+            "padding to capacity": self.config.moe_pad_expert_input_to_capacity,
+            "deterministic mode": self.config.deterministic_mode,
+            "moe_monta_tune_steps 0": not self.options.tune_steps,
+        }
+        if self.planner.fixed is not None:
+            yield f"{self.planner.fixed.name}, {self.layout.name}: as asked for"
+        elif reason := next((reason for reason, holds in reasons.items() if holds), None):
+            yield f"auto: no tuning, the planner's pick runs: {reason}"
+
+    def open_groups(self, before: Mapping[str, PeerGroup]) -> Mapping[str, PeerGroup]:
+        """The groups of the chains: `before`, or new ones at first and where any was closed.
+
+        All ranks of the exchange call this.
+
+        Raises:
+            ValueError: Megatron's own groups were destroyed.
         """
-        groups = peer_groups(self.planner.chains, self.layout, dict(self.groups))
-        # Megatron changes the time limit of the groups in this list after the first iterations
-        # (--distributed-timeout-seconds-after-init): that of ours together with its own.
-        known = parallel_state._global_process_group_list
-        if known is not None:
-            ours, closed = (
-                [each.process_group for each in made.values()] for made in (groups, before)
+        if not is_usable(self.groups["tp_ep"]):
+            raise ValueError(
+                "moe_monta: the process groups that this model was built with were destroyed; "
+                "build it again with those of now"
             )
-            known[:] = [group for group in known if group in ours or group not in closed]
-            known += [group for group in ours if group not in known]
+        if before and are_open(before):
+            return before
+        groups = peer_groups(self.planner.chains, self.layout, dict(self.groups))
+        # After the first iterations Megatron changes the time limit of all groups in this list
+        # (--distributed-timeout-seconds-after-init), of ours too.
+        megatrons = parallel_state._global_process_group_list
+        if megatrons is not None:
+            ours, old = ([each.process_group for each in by.values()] for by in (groups, before))
+            megatrons[:] = [group for group in megatrons if group in ours or group not in old]
+            megatrons += [group for group in ours if group not in megatrons]
         return groups
 
 
@@ -93,20 +137,17 @@ def set_up_layer(
     """Set up the exchange of a layer, together with its other ranks.
 
     Args:
-        config: of the model.
-        num_local_experts: L.
+        config, num_local_experts, pg_collection: as the dispatcher gets them.
         groups, captures: see `LayerSetup`.
-        pg_collection: all groups of the model.
 
     Raises:
         ValueError: the chain cannot run on the layout, or the ranks differ; on all ranks.
     """
     given, group, device = Options.of(config), groups["tp_ep"], device_type()
-    ranks = dist.get_process_group_ranks(group)
-    reports = reports_for_stage(group, pg_collection)
-    # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation,
-    # there has to be one. In both cases "auto" may choose only chains of permuted tokens, by the
-    # counts of each micro-batch.
+    report = print_once if reports_for_stage(group, pg_collection) else _no_report
+    # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation, the
+    # rows have to be permuted. In both cases "auto" is limited to chains of permuted tokens, and
+    # each micro-batch has the planner's pick for its own counts.
     by_counts = captures or config.moe_pad_expert_input_to_capacity
     if captures and config.moe_router_padding_for_quantization:
         raise ValueError(
@@ -115,17 +156,10 @@ def set_up_layer(
         )
 
     def set_up() -> LayerSetup:
-        # Step 1: the ranks of the exchange agree on the options, and share what each knows alone.
         agreed = agreed_config(given, config, groups, permuted_only=by_counts)
-        chooser: Chooser | None = choice_of(group, agreed)
-        facts = gather_objects((agreed, is_named(), node_here(), chooser is not None), group)
-        by_rank, named, hosts, have_chooser = zip(*facts, strict=True)
-        check_named_alike(named, ranks)
-        check_same_config(by_rank, ranks)
-
-        # Step 2: nodes, kernels and the planner.
-        nodes, of_nodes = nodes_of_exchange(given, ranks, hosts)
-        kernels, of_kernels = agreed_kernels(given.kernels, device, group)
+        hosts, chooser = _agree_on_exchange(agreed, group)
+        nodes, nodes_note = nodes_of_exchange(given, dist.get_process_group_ranks(group), hosts)
+        kernels, kernels_note = agreed_kernels(given.kernels, device, group)
         options = replace(given, kernels=kernels)
         layout = Layout(
             ep=groups["ep"].size(),
@@ -135,51 +169,50 @@ def set_up_layer(
             nodes=nodes,
         )
         planner = planner_for(options, config, layout, permuted_only=by_counts)
-
-        # Step 3: the chooser. A model that was dropped may be gone on some ranks only; then all
-        # begin anew.
         if planner.fixed is not None:
             chooser = Chooser(planner.fixed, agreed, group)
-        elif chooser is None or not all(have_chooser):
-            auto = AutoChoice(planner, options.tune_steps, by_counts, agreed, group, reports)
-            chooser = share(auto)
+        elif chooser is None:
+            # A named chain needs no tuner.
+            from monta_megatron.planner.tuning import Tuner
 
-        # Step 4: report what users should know, a line each.
-        lines = [of_nodes, of_kernels]
-        if options.overlap_experts and not planner.splits_experts:
-            lines.append("moe_monta_overlap_experts: no layer is split: no chain of tokens can run")
-        if planner.fixed is not None:
-            where = f"EP {layout.ep} x ETP {layout.etp} over {counted(layout.num_nodes, 'node')}"
-            lines.append(f"{planner.fixed.name}, {where}: as asked for")
-        elif by_counts or not options.tune_steps:
-            reason = "moe_monta_tune_steps 0, as in deterministic mode"
-            if by_counts:
-                reason = "CUDA graphs of the preprocessing" if captures else "padding to capacity"
-            lines.append(f"auto: no turns, the planner's pick runs: {reason}")
-        for line in lines:
-            if reports and line is not None:
-                print_once(line)
-        counts: CountExchange | CapacityCounts = CapacityCounts(layout=layout, config=config)
-        if not config.moe_pad_expert_input_to_capacity:
-            blocks = num_counted_blocks(planner.chains, planner.num_blocks)
-            table = CountTable(
-                chains=planner.chains, layout=layout, num_blocks=blocks, kernels=kernels
-            )
-            topk = config.moe_router_topk
-            counts = CountExchange(
-                count_table=table, topk=topk, group=group, chain_name=options.chain
-            )
-        return LayerSetup(
+            tuner = Tuner(planner=planner, num_steps=options.tune_steps, report=report)
+            chooser = share_chooser(AutoChooser(tuner, by_counts, agreed, group))
+        setup = LayerSetup(
+            config=config,
             options=options,
             layout=layout,
             groups=groups,
             planner=planner,
             chooser=chooser,
-            counts=counts,
             captures=captures,
             is_fused=is_fused(kernels, device),
         )
+        for note in (nodes_note, kernels_note, *setup.notes()):
+            if note is not None:
+                report(note)
+        return setup
 
-    # Other numbers of steps would make other iterations of one training compete.
+    # Exchanges of one training measure the same iterations, so their windows have one length.
     steps = {"moe_monta_tune_steps": given.tune_steps}
     return on_every_exchange(set_up, getattr(pg_collection, "expt_dp", None), steps)
+
+
+def _no_report(line: str) -> None:
+    """Report of a rank that does not report for its pipeline stage."""
+
+
+def _agree_on_exchange(
+    agreed: dict[str, Any], group: dist.ProcessGroup
+) -> tuple[Sequence[str], Chooser | None]:
+    """Check that all ranks of the exchange share the agreed values; one gather.
+
+    Returns:
+        Each rank's host (or MONTA_NODE), and the chooser that layers of this shape share already.
+        A dropped model's may be gone on some ranks only: then None, and all make a new one.
+    """
+    chooser, ranks = shared_chooser(group, agreed), dist.get_process_group_ranks(group)
+    facts = gather_objects((agreed, is_named(), node_here(), chooser is not None), group)
+    by_rank, named, hosts, have_chooser = zip(*facts, strict=True)
+    check_named_alike(named, ranks)
+    check_same_config(by_rank, ranks)
+    return hosts, chooser if all(have_chooser) else None

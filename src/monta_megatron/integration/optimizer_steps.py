@@ -1,16 +1,15 @@
-"""Calls at the entry of every optimizer step of this process.
+"""Calls a function at the entry of every optimizer step of this process.
 
-A call of Megatron's outermost `step` counts, skipped or of a stub as well, and a chain of
-optimizers as one; so does a call of the wrapper that replays a captured step. Outside of Megatron
-every step of a PyTorch optimizer counts, except those by which Megatron makes optimizer states
-before it loads a checkpoint.
+In Megatron every outermost call of `step` counts as one step: a skipped step, the step of a stub,
+a chain of optimizers, the wrapper that replays a captured step. Outside of Megatron every step of a
+PyTorch optimizer counts.
 
-Hooks alone are not enough: Megatron's `post_training_step_callbacks` follow the step, in its own
-training loop only, and PyTorch's see neither skipped steps nor that a chain makes one.
+Existing hooks are not enough: Megatron's `post_training_step_callbacks` run after the step and only
+in its own training loop; PyTorch's hooks miss skipped steps and count each optimizer of a chain.
 """
 
 import functools
-import sys
+import traceback
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -19,64 +18,75 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from monta_megatron.common.import_hook import after_import
 
-# Nested calls of Megatron's `step` under way.
+_functions: list[Callable[[Any], None]] = []
+# Depth of nested calls of Megatron's `step`.
 _depth = 0
 
 
-@functools.cache
 def call_at_steps(function: Callable[[Any], None]) -> None:
-    """Call `function(optimizer)` at every step's entry; cached: a second call changes nothing."""
-
-    def outermost(step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            global _depth
-            if _depth == 0:
-                function(self)
-            _depth += 1
-            try:
-                return step(self, *args, **kwargs)
-            finally:
-                _depth -= 1
-
-        return counted
-
-    def of_torch(optimizer: Any, *_: Any) -> None:
-        if _depth == 0 and not _is_called_by("megatron.core.optimizer"):
-            function(optimizer)
-
-    def wrap(optimizer: Any) -> None:
-        if "step" in vars(optimizer):
-            optimizer.step = outermost(optimizer.step)
-
-    def of_megatron(module: ModuleType) -> None:
-        base: Any = module.MegatronOptimizer
-        classes = [base]
-        for each in classes:
-            wrap(each)
-            classes += each.__subclasses__()
-
-        def __init_subclass__(cls: Any, **kwargs: Any) -> None:
-            super(base, cls).__init_subclass__(**kwargs)
-            wrap(cls)
-
-        # Those that are defined later.
-        base.__init_subclass__ = classmethod(__init_subclass__)
-
-    def of_graphs(module: ModuleType) -> None:
-        wrapper: Any = module.OptimizerCudaGraphWrapper
-        wrapper.__call__ = outermost(wrapper.__call__)
-
-    register_optimizer_step_pre_hook(of_torch)
-    after_import("megatron.core.optimizer.optimizer", of_megatron)
-    after_import("megatron.core.optimizer.optimizer_cuda_graph", of_graphs)
+    """Call `function(optimizer)` at every step's entry; a second call changes nothing."""
+    if not _functions:
+        register_optimizer_step_pre_hook(_enter_torch_step)
+        after_import("megatron.core.optimizer.optimizer", _wrap_optimizers)
+        after_import("megatron.core.optimizer.optimizer_cuda_graph", _wrap_replay)
+    if function not in _functions:
+        _functions.append(function)
 
 
-def _is_called_by(package: str) -> bool:
-    """Whether a function of a package is among the callers."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if str(frame.f_globals.get("__name__")).startswith(package):
-            return True
-    return False
+def _enter(optimizer: Any) -> None:
+    for function in _functions:
+        function(optimizer)
+
+
+def _enter_torch_step(optimizer: Any, *_: Any) -> None:
+    """Hook of all PyTorch optimizers.
+
+    Before Megatron loads a checkpoint, it steps PyTorch optimizers to make their states, outside of
+    any `step` of its own. Those steps train nothing, and only their callers tell them apart.
+    """
+    callers = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_stack(None))
+    if _depth == 0 and not any(name.startswith("megatron.core.optimizer") for name in callers):
+        _enter(optimizer)
+
+
+def _outermost(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a `step` of Megatron's so that it counts unless another one calls it."""
+
+    @functools.wraps(step)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _depth
+        if _depth == 0:
+            _enter(self)
+        _depth += 1
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            _depth -= 1
+
+    return counted
+
+
+def _wrap_optimizers(optimizer: ModuleType) -> None:
+    """Wrap `step` of MegatronOptimizer and of its subclasses, also of those defined later."""
+    base: Any = optimizer.MegatronOptimizer
+
+    def wrap(cls: Any) -> None:
+        if "step" in vars(cls):
+            cls.step = _outermost(cls.step)
+
+    classes = [base]
+    for each in classes:
+        wrap(each)
+        classes += each.__subclasses__()
+
+    def __init_subclass__(cls: Any, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs)
+        wrap(cls)
+
+    base.__init_subclass__ = classmethod(__init_subclass__)
+
+
+def _wrap_replay(optimizer_cuda_graph: ModuleType) -> None:
+    """Wrap the call that replays a step captured by a CUDA graph."""
+    wrapper: Any = optimizer_cuda_graph.OptimizerCudaGraphWrapper
+    wrapper.__call__ = _outermost(wrapper.__call__)

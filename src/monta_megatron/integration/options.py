@@ -1,4 +1,4 @@
-"""Options of a user in one table: names, help texts, environment variables, rules.
+"""The user's options in one table: names, help texts, environment variables, rules.
 
 Each option is a field of Megatron's TransformerConfig, hence a Megatron argument
 (`--moe-monta-chain`), hence in Megatron's printed arguments and in its checkpoints. The
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
+from monta_megatron.common import presets
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
 
 DISPATCHER_TYPE = "monta"
 AUTO = "auto"
 DEFAULT_TUNE_STEPS = 24
-# Two candidates with three turns each.
+# Two candidates with three trials each.
 LEAST_TUNE_STEPS = 6
 
 
@@ -37,7 +38,7 @@ class Values(NamedTuple):
     rule: str
 
     def read(self, text: str) -> Any:
-        """Value of a text; one that is none stays, for `Options.of` to refuse in one line."""
+        """Value of a text; a text without a value is kept, and `Options.of` refuses it."""
         if self.type is bool:
             return {"1": True, "0": None}.get(text, text)
         try:
@@ -53,7 +54,7 @@ def etp_size_of(config: Any) -> int:
 
 
 def _is_path(value: Any) -> bool:
-    # Code may pass a cluster itself.
+    # Code may pass a `Cluster`.
     return bool(value) and isinstance(value, str | os.PathLike | Cluster)
 
 
@@ -76,7 +77,7 @@ def _option(kind: Values, help_text: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of one dispatcher, resolved and checked; each help text says what it is."""
+    """The options of one dispatcher, resolved and checked; the help texts explain them."""
 
     chain: str = _option(
         NAME,
@@ -100,10 +101,10 @@ class Options:
     )
     tune_steps: int = _option(
         STEPS,
-        "Optimizer steps in which the candidates of auto take turns, one in a step, and whole "
-        "iterations are timed; the fastest stays (default: "
-        f"{DEFAULT_TUNE_STEPS}, which are 8 candidates with 3 turns each; 0, which is off, in "
-        "deterministic mode). 1,000 steps later they do so once more.",
+        "Optimizer steps in which auto tries its candidates in a round robin, one in a step, and "
+        "whole iterations are timed; the fastest stays (default: "
+        f"{DEFAULT_TUNE_STEPS}, which are 8 candidates with 3 trials each; 0, which is off, in "
+        "deterministic mode). 1,000 steps later they are tried once more.",
         0,
     )
     kernels: str = _option(
@@ -122,8 +123,8 @@ class Options:
     overlap_experts: bool = _option(
         SWITCH,
         "Run dispatch, experts and combine of an MoE layer as one pipeline: while a chunk is "
-        "computed, the next one is dispatched and the last one combined. auto lets the best "
-        "chain of tokens in 2 and in 4 chunks take turns; a named chain has to be one of tokens "
+        "computed, the next one is dispatched and the last one combined. auto tries the best "
+        "chain of tokens in 2 and in 4 chunks; a named chain has to be one of tokens "
         "(environment: 1).",
         False,
     )
@@ -135,7 +136,7 @@ class Options:
 
     @classmethod
     def of(cls, source: object) -> "Options":
-        """The options that `source`, a TransformerConfig or parsed arguments, carries.
+        """The options in `source`, a TransformerConfig or parsed arguments.
 
         Raises:
             ValueError: one is out of range; the message names option, value and rule.
@@ -155,7 +156,7 @@ class Options:
         chain = given.get("chain", AUTO)
         check_chain(chain, "moe_monta_chain", also=(AUTO,))
         is_auto = chain == AUTO
-        # Times differ between runs, which deterministic mode is to do alike.
+        # Measured times differ between runs, which have to be alike in deterministic mode.
         is_off = getattr(source, "deterministic_mode", False)
         tuned = DEFAULT_TUNE_STEPS if is_auto and not is_off else 0
         tune_steps = given.setdefault("tune_steps", tuned)
@@ -175,41 +176,36 @@ class Options:
             )
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
-            from monta_megatron.common import presets
-
             path = presets.find("clusters", given["cluster"])
-            # `load_cluster` says what is wrong with a file that does not exist.
+            # `load_cluster` reports a file that does not exist.
             changed_ns = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
             given["cluster"] = _cluster(path, changed_ns)
         return cls(**given)
 
 
-# By name without its prefix.
-KINDS: dict[str, Values] = {
-    entry.name: entry.metadata["kind"] for entry in fields(Options) if "kind" in entry.metadata
-}
+# Kinds of values by option, without the prefix moe_monta_.
+KINDS: dict[str, Values] = {entry.name: entry.metadata["kind"] for entry in fields(Options)}
 OPTION_NAMES = tuple(f"moe_monta_{name}" for name in KINDS)
 
 
 def _argument(name: str, kind: Values, help_text: str) -> Any:
-    """A field of TransformerConfig, from which Megatron makes an argument; None: not given."""
+    """A field of TransformerConfig, from which Megatron makes an argument; None if not given."""
     # Megatron reads help texts from its class's source, which does not contain these fields.
     meta: dict[str, Any] = {"help": help_text, "type": kind.read}
     if kind is SWITCH:
-        # Megatron would make `--no-...` of a field whose default is not False.
+        # Megatron would make `--no-...` from a field whose default is not False.
         flag = f"--{name.replace('_', '-')}"
         meta = {"help": help_text, "action": "store_true", "arg_names": [flag]}
-    # With `Optional`, the form that Megatron's argument factory understands.
+    # `Optional`, because Megatron's argument factory does not understand `| None`.
     return name, Optional[kind.type], field(default=None, metadata={"argparse_meta": meta})  # noqa: UP045
 
 
-# The fields that a TransformerConfig gains.
+# The fields that are added to TransformerConfig.
 OptionFields = make_dataclass(
     "OptionFields",
     [
         _argument(f"moe_monta_{entry.name}", entry.metadata["kind"], entry.metadata["help"])
         for entry in fields(Options)
-        if entry.name in KINDS
     ],
     kw_only=True,
 )
@@ -227,6 +223,7 @@ def defaults_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
 @cache
 def _cluster(path: str | Path, changed_ns: int) -> Cluster:
     """A cluster file, read once per process unless it changes: every layer asks for it."""
+    # A training without a cluster file needs no reader of YAML.
     from monta_megatron.planner.cluster_file import load_cluster
 
     return load_cluster(path)

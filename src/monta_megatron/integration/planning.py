@@ -1,4 +1,4 @@
-"""The planner of a dispatcher, and the values that all ranks of an exchange agree on."""
+"""The planner of a dispatcher, and the values that all ranks of an exchange have to share."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -44,9 +44,7 @@ def planner_for(
     """Planner of a dispatcher with this configuration.
 
     Args:
-        options: the options, already checked.
-        config: the TransformerConfig.
-        layout: this rank's position.
+        options, config, layout: of this rank, already checked.
         permuted_only: "auto" may choose only chains whose rows are permuted tokens.
 
     Raises:
@@ -58,13 +56,11 @@ def planner_for(
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
         return Planner(chains=(chain,), num_chunks=(num_chunks,), splits_experts=splits_experts)
+    # A named chain needs no prices.
+    from monta_megatron.planner.cluster_file import uncalibrated
     from monta_megatron.planner.plan import NUM_CHUNKS
 
-    cluster = options.cluster
-    if cluster is None:
-        from monta_megatron.planner.cluster_file import uncalibrated
-
-        cluster = uncalibrated(layout, gpu_name())
+    cluster = options.cluster or uncalibrated(layout, gpu_name())
     if layout.num_nodes > cluster.num_nodes:
         raise ValueError(
             f"moe_monta_cluster: {cluster.name} has {counted(cluster.num_nodes, 'node')}, must "
@@ -82,15 +78,15 @@ def planner_for(
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
         splits_experts=splits_experts and any(each.rows == "tokens" for each in chains),
         shape=shape_of(config, layout),
-        # Priced as they run, so ranks have to agree on the kernels here; the bits are alike.
+        # Prices depend on the kernels, so all ranks must have the same; results do not.
         cluster=cluster.with_kernels(is_fused(options.kernels, device_type())),
     )
 
 
 def incompatibility(chain: Chain, config: "TransformerConfig", layout: Layout) -> str | None:
     """Why a chain cannot run with a configuration, or None."""
-    # Imports Megatron, which may be importing us.
-    from monta_megatron.integration.counts import demands_order
+    # Not at the top: it imports Megatron, and Megatron's import imports this file.
+    from monta_megatron.integration.count_sources import demands_order
 
     if chain.rows == "tokens" and getattr(config, "moe_pad_expert_input_to_capacity", False):
         return (
@@ -107,7 +103,7 @@ def incompatibility(chain: Chain, config: "TransformerConfig", layout: Layout) -
 
 
 def check_chain_runs(options: Options, config: "TransformerConfig", layout: Layout) -> None:
-    """Check that the chain that the options name, if they do, can run on a layout.
+    """Check that the chain named by the options, if any, can run on a layout.
 
     Raises:
         ValueError: it cannot; the message names the option.
@@ -123,18 +119,18 @@ def agreed_config(
     groups: Mapping[str, dist.ProcessGroup],
     permuted_only: bool,
 ) -> dict[str, Any]:
-    """Values that all ranks of an exchange agree on: everything that decides what runs.
+    """Values that all ranks of an exchange have to share: everything that decides what runs.
 
     Args:
         options, config, permuted_only: see `planner_for`.
-        groups: Megatron's; ours are made like them, and named by them.
+        groups: Megatron's; ours take over their NCCL settings.
     """
     cluster, is_priced = options.cluster, options.named_chain is None
     return {
         "monta_megatron": __version__,
         **{name: getattr(options, name.removeprefix("moe_monta_")) for name in OPTION_NAMES},
         "moe_monta_cluster": None if cluster is None else cluster.name,
-        # Too long for a message; without a cluster file the GPU tells them.
+        # Costs are too long for a message. Without a cluster file they follow from the GPU.
         "GPU": gpu_name() if is_priced and cluster is None else None,
         "hash of the costs": hash_of({"costs": repr(cluster)}) if is_priced else None,
         "permuted tokens alone": permuted_only,
@@ -148,7 +144,7 @@ def agreed_config(
 
 
 def shape_of(config: "TransformerConfig", layout: Layout) -> Shape:
-    """Shape of a layer by its configuration, all but the number of tokens."""
+    """Shape of a layer by its configuration, apart from the number of tokens."""
     value_bytes = torch.empty(0, dtype=config.params_dtype).element_size()
     router_dtype = getattr(config, "moe_router_dtype", None)
     return Shape(

@@ -19,16 +19,13 @@ def add_layer(layer: Any) -> None:
 
 
 def layers() -> list[Any]:
-    """The MoE layers that have our dispatcher now, by their numbers in the model.
-
-    In inference Megatron may put another dispatcher in its place.
-    """
+    """The MoE layers that now have our dispatcher, in model order; inference may replace it."""
     ours = [layer for layer in _layers if hasattr(layer.token_dispatcher, "chooser")]
     return sorted(ours, key=lambda layer: layer.layer_number or 0)
 
 
 def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
-    """Whether this rank, the first of the first exchange of its pipeline stage, reports for it."""
+    """Whether this rank reports for its pipeline stage: the first rank of its first exchange."""
     exchanges = getattr(pg_collection, "expt_dp", None)
     if exchanges is None:
         return dist.get_rank() == 0
@@ -47,10 +44,10 @@ def agree(agreed: dict[str, Any], group: dist.ProcessGroup) -> None:
 
 
 def check_same_config(by_rank: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
-    """Make sure that the values of all ranks are the same.
+    """Check that the values of all ranks are the same.
 
     Raises:
-        ValueError: names the first rank that differs, and the field.
+        ValueError: a rank differs; the message names the first such rank and the field.
     """
     for rank, other in zip(ranks[1:], by_rank[1:], strict=True):
         for name in dict.fromkeys((*by_rank[0], *other)):
@@ -65,19 +62,18 @@ def check_same_config(by_rank: Sequence[dict[str, Any]], ranks: Sequence[int]) -
 def on_every_exchange(
     set_up: Callable[[], T], exchanges: dist.ProcessGroup | None, agreed: dict[str, Any]
 ) -> T:
-    """Set up this rank's exchange, if all exchanges of the pipeline stage can be set up.
+    """Set up this rank's exchange, or fail together with the stage's other exchanges.
 
-    Otherwise one would end for its nodes, and the ranks of the others wait for it forever.
+    If one failed alone, the ranks of the others would wait for it forever.
 
     Args:
         set_up: raises ValueError on all ranks of an exchange, or on none.
-        exchanges: the ranks that have this rank's position in the stage's other exchanges; None if
-            they are not known.
-        agreed: values on which all exchanges have to agree.
+        exchanges: the ranks with this rank's position in the stage's exchanges; None if unknown.
+        agreed: values that all exchanges have to share.
 
     Raises:
-        ValueError: `set_up` raised it, here or on another exchange; or the exchanges differ in
-            those values, or in whether MONTA_NODE is set.
+        ValueError: `set_up` failed here or on another exchange; or the exchanges differ in
+            `agreed`, or in whether MONTA_NODE is set.
     """
     result, problem = None, ""
     try:

@@ -5,7 +5,24 @@ nothing of Megatron is imported here.
 
     (a) autoload     PyTorch's entry point calls `install` at `import torch`
     (b) register()   the user's code calls it
-    (c) spec         `integration.layer.with_monta`, which patches nothing
+    (c) spec         `integration.layer.with_monta`, which needs none of these hooks
+
+Everything of Megatron and torch that a training changes (CPU ranks change more, see `emulation`):
+
+    when             what                                                         by
+    (a) or (b)       fields, __init__ and __post_init__ of TransformerConfig      arguments
+                     should_free_input, of the 1F1B schedule                      arguments
+                     validate_args                                                arguments
+                     MoELayer.__init__                                            layer
+    an MoE layer     its token_dispatcher; moe_token_dispatcher_type of its
+                     configuration while Megatron constructs it                   layer
+                     our groups in parallel_state._global_process_group_list      layer_setup
+    `auto`           MegatronOptimizer: __init_subclass__, step of each class     optimizer_steps
+                     OptimizerCudaGraphWrapper.__call__                           optimizer_steps
+                     a hook before the steps of all PyTorch optimizers            optimizer_steps
+    overlap_experts  routed_experts_compute of the layer's class                  experts
+                     disable_parameter_transpose_cache of the experts' modules,
+                     and grad_added_to_main_grad of their weights in backward     experts
 """
 
 import functools
@@ -15,8 +32,8 @@ from types import ModuleType
 
 from monta_megatron.common.import_hook import after_import
 
-# A module of Megatron, and the function in this package that changes it: by name, so that this file
-# stays light and the function is imported only when Megatron's module is.
+# For (a) and (b): a module of Megatron, and the function in this package that changes it. A name
+# keeps this file light: the function is imported only when Megatron's module is.
 PATCHES = (
     ("megatron.core.transformer.transformer_config", "arguments:extend_transformer_config"),
     ("megatron.core.transformer.moe.moe_layer", "layer:patch_moe_layer"),
@@ -45,6 +62,7 @@ def install(way_in: str) -> None:
 
 def register() -> None:
     """Check at once that the installed Megatron-Core is a supported one, then install."""
+    # As in PATCHES: the autoload hook imports this file in every process that imports torch.
     from monta_megatron.integration.supported_settings import check_megatron_version
 
     check_megatron_version()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from monta_megatron.core import Choice
-from monta_megatron.exchange.counts import busiest_over_mean
+from monta_megatron.exchange.count_messages import busiest_over_mean
 from monta_megatron.integration.ranks import layers
 
 
@@ -17,7 +17,7 @@ class LayerStatistics:
         inter_bytes: payload sent by this rank to other nodes.
         intra_bytes: payload sent by it to other ranks on its node.
         busiest_over_mean: rows received by the busiest rank of the exchange over the mean, in the
-            last but one exchange; None if not known.
+            exchange before the last; None if unknown.
     """
 
     layer_number: int | None

@@ -1,16 +1,18 @@
-"""Supported Megatron-Core versions, and Megatron settings that are refused, with the reason.
+"""Supported Megatron-Core versions, and the Megatron settings that are refused, with the reason.
 
-What runs is shown by tests/dist/test_supported_settings.py.
+`UNSUPPORTED` is refused always, `UNSUPPORTED_WITH_OVERLAP` with moe_monta_overlap_experts.
+tests/dist/test_supported_settings.py and test_overlap_experts.py run the settings that work.
 """
 
 import os
 import re
-from functools import partial
 from typing import Any
 
+from monta_megatron.common import __version__
 from monta_megatron.common.rules import Unsupported
+from monta_megatron.integration.options import etp_size_of
 
-# The first release that is supported, and the first one after it that is not.
+# First supported release, and first unsupported one after it.
 SUPPORTED = ((0, 16), (0, 21))
 OVERRIDE_VARIABLE = "MONTA_ALLOW_ANY_MEGATRON"
 
@@ -22,15 +24,14 @@ def check_megatron_version() -> None:
         ImportError: Megatron-Core is not installed.
         ValueError: its version is outside the range and MONTA_ALLOW_ANY_MEGATRON is not 1.
     """
+    # Not at the top: `monta doctor` reads SUPPORTED where Megatron is missing.
     from megatron.core.package_info import __version__ as version
 
     if os.environ.get(OVERRIDE_VARIABLE, "0") == "1" or is_supported(version):
         return
-    from monta_megatron.common import __version__ as our_version
-
     (first, end) = (".".join(map(str, bound)) for bound in SUPPORTED)
     raise ValueError(
-        f"megatron-core: version {version} found, monta-megatron {our_version} supports "
+        f"megatron-core: version {version} found, monta-megatron {__version__} supports "
         f">= {first} and < {end}; install one of those, or set {OVERRIDE_VARIABLE}=1 to go on"
     )
 
@@ -57,9 +58,10 @@ def _graphs_whole_exchange(config: Any) -> bool:
     return whole or not names
 
 
-def _is_quantized(name: str, config: Any) -> bool:
-    return getattr(config, name, "bf16") != "bf16"
-
+_QUANTIZES_MESSAGES = (
+    "it quantizes what the NCCL EP backend of the flex dispatcher sends; here rows and gradients "
+    "keep their dtype"
+)
 
 UNSUPPORTED = (
     Unsupported(
@@ -68,14 +70,15 @@ UNSUPPORTED = (
         "name the modules to capture in cuda_graph_modules and leave 'moe' out",
         _graphs_whole_exchange,
     ),
-    *(
-        Unsupported(
-            name,
-            "it quantizes what the NCCL EP backend of the flex dispatcher sends; rows and "
-            "gradients have their own dtype here",
-            partial(_is_quantized, name),
-        )
-        for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
+    Unsupported(
+        "moe_dispatch_fwd_dtype",
+        _QUANTIZES_MESSAGES,
+        lambda config: getattr(config, "moe_dispatch_fwd_dtype", "bf16") != "bf16",
+    ),
+    Unsupported(
+        "moe_combine_bwd_dtype",
+        _QUANTIZES_MESSAGES,
+        lambda config: getattr(config, "moe_combine_bwd_dtype", "bf16") != "bf16",
     ),
     Unsupported(
         "overlap_dispatch_backward_with_experts_wgrad",
@@ -83,23 +86,106 @@ UNSUPPORTED = (
     ),
 )
 
+# Settings that expect one call of the experts per micro-batch; with moe_monta_overlap_experts there
+# is one per chunk.
+
+FREES_WEIGHTS = (
+    "it frees an expert's weights after each call, and there is one call for every chunk"
+)
+
+# Offloadable modules inside the experts.
+_EXPERT_MODULES = {"expert_fc1", "moe_act", "fused_group_mlp"}
+
+# With any of these set, Megatron tells modules which micro-batch is the first of an iteration.
+_QUANTIZES = ("fp8", "fp4", "use_kitchen", "quant_recipe")
+
+
+def _gathers_experts(config: Any) -> bool:
+    # Users set the number of shards; Megatron derives the other field from it, after our checks.
+    shards = getattr(config, "expert_tensor_parallel_num_weight_shards", None)
+    return (getattr(config, "expert_gtp_weight_remat_size", None) or 1) > 1 or (
+        shards is not None and shards > etp_size_of(config)
+    )
+
+
+UNSUPPORTED_WITH_OVERLAP = (
+    Unsupported(
+        "overlap_moe_expert_parallel_comm",
+        "Megatron's schedule hides the exchange behind another micro-batch, and needs dispatch, "
+        "experts and combine apart",
+    ),
+    Unsupported(
+        "delay_wgrad_compute",
+        "the weight gradients of one call of the experts are delayed, not those of every chunk",
+    ),
+    Unsupported(
+        "fp8_recipe",
+        "delayed scaling would take every chunk for a micro-batch; take another recipe",
+        lambda config: bool(getattr(config, "fp8", None)) and config.fp8_recipe == "delayed",
+    ),
+    Unsupported(
+        "gradient_accumulation_fusion with fp8 or fp4",
+        "where weights are quantized once for all micro-batches, the weight gradients of a first "
+        "chunk overwrite those of the others; give --no-gradient-accumulation-fusion",
+        lambda config: (
+            getattr(config, "gradient_accumulation_fusion", False)
+            and any(getattr(config, name, None) for name in _QUANTIZES)
+            and not getattr(config, "disable_parameter_transpose_cache", False)
+        ),
+    ),
+    Unsupported(
+        "moe_router_padding_for_quantization",
+        "it aligns the rows of a micro-batch, not those of a chunk; leave it out, and the experts "
+        "pad what they get",
+        lambda config: any(
+            getattr(config, f"moe_router_padding_for_{what}", False)
+            for what in ("quantization", "fp8")
+        ),
+    ),
+    Unsupported("use_megatron_fsdp", FREES_WEIGHTS),
+    Unsupported(
+        "expert_gtp_weight_remat_size",
+        "ranks gather an expert's weights in each call together, but may have other numbers of "
+        "chunks, and would wait for each other for ever",
+        _gathers_experts,
+    ),
+    Unsupported(
+        "moe_use_grouped_tensor",
+        "every chunk would be padded to 256 rows for each expert, which neither the planner's "
+        "prices nor its memory count",
+    ),
+    Unsupported("use_torch_fsdp2", FREES_WEIGHTS),
+    Unsupported(
+        "offload_modules",
+        "offloading of the experts' activations expects one call of them in a micro-batch; leave "
+        f"out {', '.join(sorted(_EXPERT_MODULES))}",
+        lambda config: (
+            getattr(config, "fine_grained_activation_offloading", False)
+            and not _EXPERT_MODULES.isdisjoint(config.offload_modules or ())
+        ),
+    ),
+    Unsupported(
+        "cpu_offloading", "offloading of a whole layer's activations has not been tested with it"
+    ),
+    Unsupported("moe_paged_stash", "the stash expects one call of the experts in a micro-batch"),
+    Unsupported("moe_ncclep_zero_copy", "the experts would write all chunks into one buffer"),
+    Unsupported(
+        "log_moe_overload_factor",
+        "Megatron counts the rows of a micro-batch where its experts are called once; the line "
+        "'auto, exchange of ranks ...' says how far the busiest rank is above the mean",
+    ),
+)
+
 
 def check_supported(config: Any) -> None:
-    """Check that a configuration asks for nothing that this dispatcher does not support.
+    """Refuse a configuration with a setting that this dispatcher does not support.
 
     Raises:
         ValueError: names the setting and the reason.
     """
-    _check(config, UNSUPPORTED, "moe_token_dispatcher_type='monta'")
+    refused = [("moe_token_dispatcher_type='monta'", each) for each in UNSUPPORTED]
     if getattr(config, "moe_monta_overlap_experts", False):
-        from monta_megatron.integration.experts import UNSUPPORTED_WITH_OVERLAP
-
-        _check(config, UNSUPPORTED_WITH_OVERLAP, "moe_monta_overlap_experts")
-
-
-def _check(config: Any, settings: tuple[Unsupported, ...], asked_for: str) -> None:
-    for unsupported in settings:
-        if unsupported.is_set(config):
-            raise ValueError(
-                f"{unsupported.setting}: not supported with {asked_for}: {unsupported.reason}"
-            )
+        refused += [("moe_monta_overlap_experts", each) for each in UNSUPPORTED_WITH_OVERLAP]
+    for option, each in refused:
+        if each.is_set(config):
+            raise ValueError(f"{each.setting}: not supported with {option}: {each.reason}")

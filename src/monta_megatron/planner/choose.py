@@ -1,14 +1,4 @@
-"""Choosing: the planner proposes candidates, measured iterations decide. No torch.
-
-    step                    what runs
-    before the window       the planner's pick
-    first ... end - 1       candidates, one per step, in slots; whole iterations are timed
-    end, end + 1            the best so far; the times of the last steps are still on their way
-    from end + 2            the winner
-
-Everything here follows from data that all ranks of the exchange share. Nothing follows from what
-other exchanges do, but their slots are in phase: slot = step number modulo the number of slots.
-"""
+"""The planner of a training: picks a choice by predicted times, and proposes candidates."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -26,16 +16,9 @@ if TYPE_CHECKING:
     from monta_megatron.planner.price import Price
 
 STOCK = Choice(chain="alltoall", num_chunks=1)
-# Every slot has three trials in a window; the first of a candidate is not counted.
-TRIALS = 3
-# The time of a step is known to all ranks after so many steps.
-LATE = 2
+MOST_CHUNKS_OF_A_CHAIN = 3
 # Most predicted memory of a candidate: so many times plain alltoall's, or so many bytes more.
 MOST_MEMORY, MORE_BYTES = 1.5, 1e9
-# Iterations within 1% count as equal.
-EQUAL = 1.01
-# Iterations in a row that take so many times what the winner's trials took are worth a line.
-SLOWER, NUM_SLOWER = 1.3, 20
 # Numbers of chunks in which a chain's experts are split.
 SPLITS = (2, 4)
 
@@ -73,7 +56,7 @@ class Planner:
     @property
     def fixed(self) -> Choice | None:
         """The choice that was given; None where it is priced."""
-        return None if self.cluster is not None else self._choice(self.chains[0].name)
+        return None if self.cluster is not None else self._choice_of(self.chains[0].name)
 
     @property
     def num_blocks(self) -> int:
@@ -89,10 +72,10 @@ class Planner:
         """
         key = half_octave(tokens), splits_experts
         if key not in self._picks:
-            self._picks[key] = self._pick(*key)
+            self._picks[key] = self._find_pick(*key)
         return self._picks[key]
 
-    def _pick(self, tokens: int, splits_experts: bool) -> tuple[Choice, str]:
+    def _find_pick(self, tokens: int, splits_experts: bool) -> tuple[Choice, str]:
         selection = self.selection(tokens)
         allowed = self._allowed(selection)
         price, reason = selection.price, selection.reason
@@ -102,7 +85,7 @@ class Planner:
         choice, of_tokens = price.choice, [each for each in allowed if each.chain.rows == "tokens"]
         if self.splits_experts and splits_experts and of_tokens:
             price = of_tokens[0]
-            choice = self._choice(price.chain.name, max(SPLITS))
+            choice = self._choice_of(price.chain.name, max(SPLITS))
             reason = f"without its experts, as {price.choice.name}, the fastest chain of tokens"
         assert self.cluster is not None, "one choice is given"
         return choice, (
@@ -111,25 +94,28 @@ class Planner:
             f"{reason}; holds up to {gb_text(price.peak_bytes)}"
         )
 
-    def candidates(self, tokens: int, num_slots: int) -> dict[Choice, float]:
-        """Candidates for at most so many tokens per rank, and their predicted us.
+    def candidates(self, tokens: int, most: int) -> dict[Choice, float]:
+        """At most `most` candidates for so many tokens per rank, and their predicted us.
 
-        Plain alltoall comes first, then the best predicted others. With `splits_experts` the last
-        two are the best chain of tokens with its experts split; they have the prediction of the
-        chain without its experts.
+        Plain alltoall comes first, then the best predicted others, at most three numbers of chunks
+        of a chain. With `splits_experts` the last two are the best chain of tokens with its experts
+        split; they have the prediction of the chain without its experts.
         """
         selection = self.selection(tokens)
         stock = self._stock(selection)
         found, split = {STOCK: stock.total_us}, dict[Choice, float]()
+        of_chain: Counter[str] = Counter()
         for price in self._allowed(selection):
             if price.choice == STOCK:
                 continue
             if self.splits_experts and price.chain.rows == "tokens" and not split:
-                choices = (self._choice(price.chain.name, number) for number in SPLITS)
+                choices = (self._choice_of(price.chain.name, number) for number in SPLITS)
                 split = {each: price.total_us for each in choices if each.splits_experts}
-            found[price.choice] = price.total_us
-        rest = islice(found.items(), max(num_slots - len(split), 1))
-        return dict(islice((dict(rest) | split).items(), num_slots))
+            of_chain[price.chain.name] += 1
+            if of_chain[price.chain.name] <= MOST_CHUNKS_OF_A_CHAIN:
+                found[price.choice] = price.total_us
+        rest = islice(found.items(), max(most - len(split), 1))
+        return dict(islice((dict(rest) | split).items(), most))
 
     def _stock(self, selection: "Selection") -> "Price":
         return next(price for price in selection.prices if price.choice == STOCK)
@@ -157,149 +143,8 @@ class Planner:
             )
         return self._selections[tokens]
 
-    def _choice(self, chain: str, num_chunks: int | None = None) -> Choice:
+    def _choice_of(self, chain: str, num_chunks: int | None = None) -> Choice:
         # A number of chunks that was asked for is kept.
         number = self.num_chunks[0] if len(self.num_chunks) == 1 else num_chunks or 1
         splits = self.splits_experts and number > 1 and CHAINS[chain].rows == "tokens"
         return Choice(chain=chain, num_chunks=number, splits_experts=splits)
-
-
-@dataclass(kw_only=True)
-class Trial:
-    """A step of a window.
-
-    Attributes:
-        choice: that ran.
-        kind: number of training exchanges, and half octave of the most tokens of any rank in them.
-        counts: whether the choice had run before.
-        us: the longest iteration of any rank; None until it is known, or if a rank has none.
-    """
-
-    choice: Choice
-    kind: tuple[int, int]
-    counts: bool
-    us: int | None = None
-
-
-@dataclass(kw_only=True)
-class Window:
-    """Steps in which the candidates of an exchange run in a round robin.
-
-    Attributes:
-        candidates: with their predicted us; plain alltoall comes first.
-        first: number of the first step.
-        num_steps: length of the window; 0 where candidates are not compared.
-        ran: choices that this exchange has run, in an earlier window too.
-        trials: by step.
-        kind: the most frequent kind of the trials that count; of several, the largest.
-        measured_us: the least iteration of each candidate, over its trials of that kind that count.
-        best: the fastest so far, the best predicted of those within 1%; None until one counts.
-    """
-
-    candidates: dict[Choice, float]
-    first: int
-    num_steps: int
-    ran: set[Choice] = field(default_factory=set)
-    trials: dict[int, Trial] = field(default_factory=dict)
-    kind: tuple[int, int] | None = None
-    measured_us: dict[Choice, int] = field(default_factory=dict)
-    best: Choice | None = None
-    _num_slower: int = 0
-
-    @property
-    def end(self) -> int:
-        """The first step after the window."""
-        return self.first + self.num_steps
-
-    def is_open(self, step: int) -> bool:
-        """Whether the window runs, or times of its steps are still on their way."""
-        return step < self.end + LATE and self.num_steps > 0
-
-    def candidate(self, step: int) -> Choice | None:
-        """The candidate of a step; None outside the window."""
-        if not self.first <= step < self.end:
-            return None
-        slot = step % (self.num_steps // TRIALS)
-        return list(self.candidates)[slot % len(self.candidates)]
-
-    def add(self, step: int, kind: tuple[int, int]) -> None:
-        """Add a step that has ended, of this kind; see `Trial`."""
-        choice = self.candidate(step)
-        if choice is not None:
-            self.trials[step] = Trial(choice=choice, kind=kind, counts=choice in self.ran)
-            self.ran.add(choice)
-
-    def add_time(self, step: int, us: int, kind: tuple[int, int] | None = None) -> str | None:
-        """Add the longest iteration of any rank in a step of this kind, in the window or later.
-
-        Returns:
-            A line for the log if later iterations have been slower than the winner's for long.
-        """
-        if step not in self.trials:
-            return self._slower(us) if kind == self.kind else None
-        self.trials[step].us = us
-        counted = [trial for trial in self.trials.values() if trial.counts and trial.us is not None]
-        kinds = Counter(trial.kind for trial in counted)
-        self.kind = max(kinds, key=lambda kind: (kinds[kind], kind), default=None)
-        least = dict[Choice, int]()
-        for trial in counted:
-            if trial.kind == self.kind and trial.us is not None:
-                least[trial.choice] = min(trial.us, least.get(trial.choice, trial.us))
-        self.measured_us = least
-        near = [each for each in least if least[each] <= EQUAL * min(least.values())]
-        self.best = min(
-            near, key=lambda each: (round(self.candidates[each], 1), each), default=None
-        )
-
-        return None
-
-    def _slower(self, us: int) -> str | None:
-        if self.best is None:
-            return None
-        measured_us = self.measured_us[self.best]
-        self._num_slower = self._num_slower + 1 if us > SLOWER * measured_us else 0
-        if self._num_slower != NUM_SLOWER:
-            return None
-        return (
-            f"auto: {NUM_SLOWER} iterations in a row took {SLOWER} times as long as "
-            f"{self.best.name} did in its turns, {us / 1e3:,.1f} ms instead of "
-            f"{measured_us / 1e3:,.1f}"
-        )
-
-    def winner(self, tokens: int) -> Choice | None:
-        """The best for so many tokens; None outside of a factor 2 of those that were measured."""
-        is_near = self.kind is not None and self.kind[1] <= 2 * tokens <= 4 * self.kind[1]
-        return self.best if is_near else None
-
-    @property
-    def cost(self) -> float:
-        """Extra time of the trials over the winner's, as a number of its iterations.
-
-        Trials of another kind are left out: other exchanges take another time.
-        """
-        if self.best is None:
-            return 0.0
-        least = self.measured_us[self.best]
-        same = (trial for trial in self.trials.values() if trial.kind == self.kind)
-        return sum(trial.us / least - 1 for trial in same if trial.us)
-
-    @property
-    def result(self) -> str:
-        """The result as a line of the log."""
-        best, measured_us = self.best, self.measured_us
-        if best is None:
-            return "no turn counts, as times were lost; the planner's pick stays"
-        saved = ""
-        if STOCK in measured_us and best != STOCK:
-            share = 1 - measured_us[best] / measured_us[STOCK]
-            saved = f", {abs(share):.1%} {'more' if share < 0 else 'less'} than plain alltoall"
-        candidates = (
-            f"{choice.name} {predicted_us:,.0f}, "
-            + (f"{measured_us[choice] / 1e3:,.2f}" if choice in measured_us else "not measured")
-            for choice, predicted_us in self.candidates.items()
-        )
-        return (
-            f"{best.name} wins with {measured_us[best] / 1e3:,.2f} ms per iteration{saved}; turns "
-            f"cost {self.cost:.1f} iterations; pin it with {best.flags}; us predicted and ms "
-            f"measured: {'; '.join(candidates)}"
-        )

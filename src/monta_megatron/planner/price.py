@@ -233,16 +233,16 @@ def peak_bytes(bound: BoundProgram) -> float:
     peak = sum(live.values())
 
     def end(operation: Operation) -> None:
-        for number in {*operation.reads, *operation.writes}:
+        for number in {*operation.reads, *operation.writes, *operation.scratch}:
             buffer = program.buffers[number]
-            # A buffer that nothing reads is needed by its own operation alone.
+            # A buffer that nothing reads, such as scratch memory, is needed by its own operation.
             if buffer.release is Release.LAST_READ and buffer.last_read in (-1, operation.number):
                 live.pop(buffer.slot, None)
 
     for operation in program.operations:
         for number in operation.waits:
             end(program.operations[number])
-        for number in operation.writes:
+        for number in (*operation.writes, *operation.scratch):
             slot = program.buffers[number].slot
             live.setdefault(slot, sizes[slot])
         peak = max(peak, sum(live.values()))

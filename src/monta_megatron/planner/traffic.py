@@ -34,7 +34,7 @@ from monta_megatron.chains.program import (
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.core import GroupName, Layout
 
-# Work before and after a program; the exchange of counts is a kind.
+# Work before and after a program; the count exchange is a kind.
 Around: TypeAlias = Literal["count", "lists", "permute", "unpermute"]
 
 
@@ -66,7 +66,7 @@ HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     "reduce": HostOperations(probs=3, block=4),
     "alltoall": HostOperations(once=1),
     "allgather": HostOperations(once=1),
-    "reduce_parts": HostOperations(rows=5, probs=8, block=4),
+    "reduce_ranks": HostOperations(rows=5, probs=8, block=4),
     "put": HostOperations(rows=1, probs=1, ids=2),
     "count": HostOperations(ids=12),
     "lists": HostOperations(ids=11),
@@ -112,7 +112,7 @@ FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     "duplicate": HostOperations(rows=1, once=1),
     "to_experts": HostOperations(rows=1, ids=2),
     "reduce": HostOperations(rows=1),
-    "reduce_parts": HostOperations(rows=1),
+    "reduce_ranks": HostOperations(rows=1),
     "count": HostOperations(ids=10),
     "lists": HostOperations(ids=3),
 }
@@ -228,7 +228,7 @@ def _moves(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> Sta
 
 
 def _sums(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
-    """A sum reads all copies, or parts, and writes one row for them."""
+    """A sum reads all copies, or terms, and writes one row for them."""
     first = series[0]
     read = _bytes_of(programs, series, first.reads[0])
     written = _bytes_of(programs, series, first.writes[0])
@@ -248,7 +248,7 @@ def _finds(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> Sta
     return _in_memory(first.stage, first.kind, num_bytes)
 
 
-def _exchanges(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
+def _collectives(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
     first = series[0]
     assert first.group is not None, f"{first.kind}: no collective"
     chunks = [operation.chunk for operation in series]
@@ -273,9 +273,9 @@ TRAFFIC: Mapping[Kind, Callable[[Sequence[BoundProgram], Sequence[Operation]], S
     "duplicate": _moves,
     "to_experts": _moves,
     "reduce": _sums,
-    "alltoall": _exchanges,
-    "allgather": _exchanges,
-    "reduce_parts": _sums,
+    "alltoall": _collectives,
+    "allgather": _collectives,
+    "reduce_ranks": _sums,
     "put": _moves,
 }
 
@@ -293,7 +293,7 @@ def _bytes_of(
 ) -> RowCounts:
     """[S, C] bytes of each chunk's rows in a buffer like this one."""
     buffer = programs[0].program.buffers[number]
-    row_bytes = buffer.copies * sum(programs[0].message_bytes(buffer))
+    row_bytes = buffer.repeats * sum(programs[0].message_bytes(buffer))
     return row_bytes * _rows_at(programs, series, buffer.boundary)
 
 
@@ -372,14 +372,14 @@ def _around(
     if pass_.ids and num_ranks > 1:
         resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
         messages = np.full((len(layouts), 2, 1, num_ranks), COUNT_BYTES * num_exchanged_counts)
-        exchange = StageTraffic(
+        count_exchange = StageTraffic(
             stage=COUNT_EXCHANGE,
             kind="alltoall",
             operation="alltoall",
             resource=resource,
             moved=_by_resource(layouts, "tp_ep", messages, resource),
         )
-        before.append(exchange)
+        before.append(count_exchange)
     if pass_.ids and not permutes:
         before.append(_in_memory("expert ids", "lists", listed))
     hidden_bytes = row.hidden_size * row.value_bytes

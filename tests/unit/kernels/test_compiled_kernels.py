@@ -11,16 +11,15 @@ pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheel
 
 from compiled_kernels import TARGETS, Compiled, Launch, launches, launches_of
 
-from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.exchange.buffers import Columns, MessageFormat
+from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
 from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.reduce_parts import reduce_parts
-from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
+from monta_megatron.exchange.memory import Columns, MessageFormat
 
 MOST_REGISTERS = 128
 NUM_ROWS, NUM_COPIES, TOPK = 64, 100, 8
@@ -36,13 +35,13 @@ def message(num_rows: int, dtype: torch.dtype, hidden_size: int, topk: int = TOP
 
 def copies_of(num_rows: int = NUM_ROWS, num_copies: int = NUM_COPIES) -> Copies:
     """Copies for one expert each, of no values."""
-    one = ExpertRange(first=0, size=1, num_parts=1)
+    one = Parts(first=0, size=1, num_parts=1)
     return Copies.empty(num_rows, num_copies, one, torch.device("cpu"))
 
 
 def launch_find(num_parts: int) -> list[Launch]:
     ids = torch.empty(NUM_ROWS, TOPK, dtype=torch.int32)
-    parts = ExpertRange(first=0, size=1, num_parts=num_parts)
+    parts = Parts(first=0, size=1, num_parts=num_parts)
     return launches_of(find_copies, ids, parts, copies_of())
 
 
@@ -58,12 +57,12 @@ def launch_duplicate_of_messages(dtype: torch.dtype, hidden_size: int) -> list[L
     return launches_of(duplicate, before, copies_of(), after)
 
 
-def launch_to_experts(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
+def launch_duplicate_per_expert(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
     into = Columns(
         rows=torch.empty(NUM_COPIES, hidden_size, dtype=dtype), probs=torch.empty(NUM_COPIES)
     )
     places = torch.empty(NUM_COPIES, dtype=torch.int64)
-    return launches_of(to_experts, message(NUM_ROWS, dtype, hidden_size), copies_of(), into, places)
+    return launches_of(duplicate, message(NUM_ROWS, dtype, hidden_size), copies_of(), into, places)
 
 
 def launch_reduce(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
@@ -73,10 +72,10 @@ def launch_reduce(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
     return launches_of(reduce, before, copies_of(), after, torch.float32, index, unrounded, 3)
 
 
-def launch_reduce_parts(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
+def launch_reduce_ranks(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
     before, after = (message(rows, dtype, hidden_size) for rows in (4 * NUM_ROWS, NUM_ROWS))
     unrounded = None if dtype == torch.float32 else torch.empty(NUM_ROWS, hidden_size)
-    return launches_of(reduce_parts, before, after, torch.float32, 2, unrounded, 1)
+    return launches_of(reduce_ranks, before, after, torch.float32, 2, unrounded, 1)
 
 
 def launch_lists(num_experts: int) -> list[Launch]:
@@ -102,16 +101,16 @@ ROWS: dict[tuple[Callable[..., list[Launch]], torch.dtype, int], tuple[int, int]
     (launch_duplicate, FLOAT32, 4096): (4, 4),
     (launch_duplicate, BFLOAT16, 64): (4, 4),
     (launch_duplicate_of_messages, torch.uint8, 2 * 4096 + 64): (4, 4),
-    (launch_to_experts, BFLOAT16, 7168): (4, 4),
-    (launch_to_experts, FLOAT32, 64): (4, 4),
+    (launch_duplicate_per_expert, BFLOAT16, 7168): (4, 4),
+    (launch_duplicate_per_expert, FLOAT32, 64): (4, 4),
     # A value that is kept unrounded takes twice the bytes.
     (launch_reduce, BFLOAT16, 7168): (2, 2 + 4),
     (launch_reduce, FLOAT16, 4096): (2, 2 + 4),
     (launch_reduce, FLOAT32, 4096): (2, 2),
     (launch_reduce, BFLOAT16, 64): (1, 1 + 2),
     # In turn the parts, and the one that was not rounded.
-    (launch_reduce_parts, BFLOAT16, 4096): (1 + 2, 1),
-    (launch_reduce_parts, FLOAT32, 4096): (1, 1),
+    (launch_reduce_ranks, BFLOAT16, 4096): (1 + 2, 1),
+    (launch_reduce_ranks, FLOAT32, 4096): (1, 1),
 }
 OTHERS: list[tuple[Callable[..., list[Launch]], object]] = [
     *((launch_find, num_parts) for num_parts in (2, 8, 64, 512)),
@@ -174,7 +173,7 @@ def test_other_counts_and_sizes_compile_nothing() -> None:
         index = torch.empty(num_copies + 1, dtype=torch.int64)[1:]
         before, after = (message(num_copies, BFLOAT16, 64, topk) for _ in range(2))
         with launches() as caught:
-            find_copies(ids, ExpertRange(first=topk, size=1, num_parts=8), copies)
+            find_copies(ids, Parts(first=topk, size=1, num_parts=8), copies)
             duplicate(before, copies, after)
             reduce(before, copies, after, torch.float32, index, first_unrounded=topk)
         for launch in caught:

@@ -10,14 +10,14 @@ pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheel
 from compiled_kernels import no_driver
 from triton.compiler.compiler import LazyDict
 
-from monta_megatron.chains.stages import ExpertRange
-from monta_megatron.exchange.buffers import Columns
+from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels import tiles
-from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.kernels.duplicate import duplicate
+from monta_megatron.exchange.memory import Columns
 
 HIDDEN = 32
-PARTS = ExpertRange(first=0, size=1, num_parts=4)
+PARTS = Parts(first=0, size=1, num_parts=4)
 
 
 @pytest.mark.skipif(not tiles.LAUNCHES_VARIANTS, reason="this Triton binds every launch")
@@ -29,9 +29,9 @@ def test_a_variant_is_launched_as_its_kernel_is() -> None:
     with no_driver(lambda *arguments: launched.append(arguments)):
         for num_copies in (9, 9, 5):
             copies = Copies.empty(6, num_copies, PARTS, into.device)
-            to_experts(columns, copies, Columns(rows=into), launches=launches)
+            duplicate(columns, copies, Columns(rows=into), launches=launches)
             # Triton, which looks variants up, is asked for the first.
-            launches["to experts"].kernel = None
+            launches["duplicate"].kernel = None
     assert len(launches) == 1 and len(launched) == 3
     by_triton, by_variant = launched[:2]
     for expected, actual in zip(by_triton, by_variant, strict=True):

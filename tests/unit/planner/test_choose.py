@@ -1,4 +1,4 @@
-"""Candidates and turns by number; prices are given by hand."""
+"""Candidates and trials by number; prices are given by hand."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,8 +13,9 @@ from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
 from monta_megatron.core import Choice
 from monta_megatron.planner import plan as planner_plan
-from monta_megatron.planner.choose import STOCK, Planner, Window, half_octave
+from monta_megatron.planner.choose import STOCK, Planner, half_octave
 from monta_megatron.planner.plan import NUM_CHUNKS
+from monta_megatron.planner.tuning import TuningWindow, Workload
 
 HIERARCHICAL, DEDUP = "hierarchical_alltoall", "alltoall_dedup"
 CLUSTER = preset("h100_8x_ndr")
@@ -71,11 +72,10 @@ def test_a_half_octave_of_tokens_is_priced_once(make: Make) -> None:
     assert planner.selection(3100) is planner.selection(4096) is not planner.selection(4097)
 
 
-def test_stock_comes_first_then_the_best_predicted(make: Make) -> None:
-    found = [(STOCK, 100), (h(2), 50), (h(4), 55), (h(1), 60), (h(8), 70), (d(2), 80), (d(4), 85)]
-    found += [(d(1), 90), (d(8), 95)]
-    for num_slots in (1, 2, 4, 7, 8, 100):
-        assert list(make().candidates(4096, num_slots).items()) == found[:num_slots]
+def test_stock_comes_first_then_the_best_of_each_chain_in_three_numbers(make: Make) -> None:
+    found = [(STOCK, 100), (h(2), 50), (h(4), 55), (h(1), 60), (d(2), 80), (d(4), 85), (d(1), 90)]
+    for most in (1, 2, 4, 7, 8, 100):
+        assert list(make().candidates(4096, most).items()) == found[:most]
 
 
 def test_a_candidate_takes_at_most_half_or_1_gb_more_memory_than_stock(make: Make) -> None:
@@ -145,62 +145,65 @@ def test_a_given_choice_is_not_priced() -> None:
 A, B, C = STOCK, h(2), d(2)
 
 
-def window_of(first: int = 0, num_steps: int = 6, predicted_us: Any = (100, 50)) -> Window:
+def window_of(first: int = 0, num_steps: int = 6, predicted_us: Any = (100, 50)) -> TuningWindow:
     candidates = dict(zip((A, B, C), predicted_us, strict=False))
-    return Window(candidates=candidates, first=first, num_steps=num_steps)
+    return TuningWindow(candidates=candidates, first=first, num_steps=num_steps)
 
 
-def run(window: Window, *times_us: int | None, kinds: Any = ((2, 4000),) * 6) -> Window:
+def run(
+    window: TuningWindow, *times_us: int | None, workloads: Any = ((2, 4000),) * 6
+) -> TuningWindow:
     """Run a window: the time of every step; its exchanges and tokens."""
     for place, us in enumerate(times_us):
-        num_exchanges, tokens = kinds[place]
-        window.add(window.first + place, (num_exchanges, half_octave(tokens)))
+        num_exchanges, tokens = workloads[place]
+        workload = Workload(num_exchanges, half_octave(tokens))
+        window.add_trial(window.first + place, workload)
         if us is not None:
             window.add_time(window.first + place, us)
     return window
 
 
 @pytest.mark.parametrize("num_steps", [6, 7, 24, 25])
-def test_slots_are_in_phase_and_have_three_turns(num_steps: int) -> None:
+def test_rounds_are_in_phase_with_a_trial_of_each_candidate(num_steps: int) -> None:
     windows = [window_of(first, num_steps, (3, 2, 1)) for first in (100, 103, 107)]
-    slots = num_steps // 3
+    length = num_steps // 3
     for window in windows:
         steps = range(window.first, window.end)
-        assert all(window.candidate(step) == (A, B, C)[step % slots % 3] for step in steps)
-        assert min(Counter(step % slots for step in steps).values()) == 3
-        assert window.candidate(window.first - 1) is window.candidate(window.end) is None
+        assert all(window.candidate_of(step) == (A, B, C)[step % length % 3] for step in steps)
+        assert min(Counter(step % length for step in steps).values()) == 3
+        assert window.candidate_of(window.first - 1) is window.candidate_of(window.end) is None
         # The times of the last steps are on their way for two more.
         assert [window.is_open(window.end + late) for late in (-1, 0, 1, 2)] == [True] * 3 + [False]
-    assert not window_of(num_steps=0).is_open(0) and window_of(num_steps=0).candidate(0) is None
+    assert not window_of(num_steps=0).is_open(0) and window_of(num_steps=0).candidate_of(0) is None
 
 
-def test_the_least_time_but_of_the_first_turn_decides() -> None:
-    """Extra time: (200 + 150 + 110 + 80 + 100 + 85) us are 9.0625 times 80, in 6 turns."""
+def test_the_least_time_but_of_the_warm_up_decides() -> None:
+    """Extra time: (200 + 150 + 110 + 80 + 100 + 85) us are 9.0625 times 80, in 6 trials."""
     window = run(window_of(), 200, 150, 110, 80, 100, 85)
     assert window.measured_us == {A: 100, B: 80} and window.best == B
     assert window.cost == pytest.approx(725 / 80 - 6)
-    # The first turn is the fastest here.
+    # The warm-up is the fastest here.
     assert run(window_of(), 1, 2, 70, 80, 70, 80).best == A
-    # It counts of a candidate that ran in an earlier window.
-    assert run(replace(window_of(), ran={B}), 1, 2, 70, 80).measured_us == {A: 70, B: 2}
+    # A candidate that ran in an earlier window is warm.
+    assert run(replace(window_of(), warm={B}), 1, 2, 70, 80).measured_us == {A: 70, B: 2}
 
 
-def test_lost_turns_do_not_count() -> None:
+def test_lost_trials_are_not_compared() -> None:
     window = run(window_of(), None, None, None, 90, 100, None)
     assert window.measured_us == {A: 100, B: 90} and window.best == B
-    # B has no turn that counts, so it cannot win.
+    # B has lost all trials but the warm-up, so it cannot win.
     assert run(window_of(), 100, 1, 100, None, 100, None).best == A
 
 
-def test_the_most_frequent_kind_of_step_counts() -> None:
+def test_the_most_frequent_workload_is_compared() -> None:
     """Tokens by half octave: 3,100 and 4,096 are alike; with fewer exchanges 10 us are no win."""
-    kinds = ((2, 4096), (2, 4096), (2, 3100), (1, 4096), (2, 4096), (2, 4000))
-    window = run(window_of(), 100, 100, 100, 10, 100, 120, kinds=kinds)
-    assert window.kind == (2, 4096) and window.measured_us == {A: 100, B: 120}
+    workloads = ((2, 4096), (2, 4096), (2, 3100), (1, 4096), (2, 4096), (2, 4000))
+    window = run(window_of(), 100, 100, 100, 10, 100, 120, workloads=workloads)
+    assert window.workload == (2, 4096) and window.measured_us == {A: 100, B: 120}
     assert window.best == A and window.cost == pytest.approx(0.2)
     # Of two that are as frequent, the larger.
-    kinds = ((1, 64), (1, 64), (1, 64), (2, 64), (2, 64), (1, 64))
-    assert run(window_of(), 9, 9, 9, 9, 9, 9, kinds=kinds).kind == (2, 64)
+    workloads = ((1, 64), (1, 64), (1, 64), (2, 64), (2, 64), (1, 64))
+    assert run(window_of(), 9, 9, 9, 9, 9, 9, workloads=workloads).workload == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +218,11 @@ def test_within_one_percent_the_better_predicted_wins(
     assert run(window, 1, 1, 1000, b_us, 1000, b_us).best == best
 
 
-def test_without_a_turn_that_counts_nothing_wins() -> None:
+def test_without_a_timed_trial_nothing_wins() -> None:
     for window in (window_of(), run(window_of(), 100, 100), run(window_of(), *[None] * 6)):
-        assert (window.kind, window.best, window.measured_us, window.cost) == (None, None, {}, 0)
+        assert (window.workload, window.best, window.measured_us, window.cost) == (
+            None,
+            None,
+            {},
+            0,
+        )

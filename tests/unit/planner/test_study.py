@@ -15,10 +15,11 @@ from clusters import CONFIGS, preset
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.core import Shape
-from monta_megatron.planner.choose import TRIALS, Planner
+from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.layout import ParallelLayout, shapes_of
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import NUM_CHUNKS
+from monta_megatron.planner.tuning import ROUNDS
 
 RANKS_PER_NODE = 8
 CLUSTERS = {
@@ -37,7 +38,7 @@ CLUSTERS = {
 # The right GPU with a wrong network.
 SAME_GPU = ({"h100_8x_ndr", "h100_efa_p5"}, {"a800_2x8_ib200", "a800_4x200_roce"})
 TP, EP, ETP = (1, 2), (8, 16, 32, 64), (1, 2, 8)
-NUM_SLOTS = 24 // TRIALS
+MOST_CANDIDATES = 24 // ROUNDS
 NUM_CASES = 10_240
 
 # (assumed cluster, true one) -> [cases] excess.
@@ -73,7 +74,7 @@ def excess() -> Excess:
                 cluster=cluster,
             )
             # Priced once: the planner keeps its selection.
-            candidates[name] = planner.candidates(shape.tokens_per_rank, NUM_SLOTS)
+            candidates[name] = planner.candidates(shape.tokens_per_rank, MOST_CANDIDATES)
             prices = planner.selection(shape.tokens_per_rank).prices
             prices_us[name] = {price.choice: price.total_us for price in prices}
         for assumed, true in permutations(candidates, 2):

@@ -33,12 +33,12 @@ RUNS = tl.constexpr(8)
 
 
 def count_routing(
-    routing_map_TE: torch.Tensor, num_blocks: int, part_sizes: dict[str, int], with_most: bool
+    routing_map_TE: torch.Tensor, num_blocks: int, num_parts: dict[str, int], with_most: bool
 ) -> dict[str, torch.Tensor]:
     """Count by token block; arguments and result as of `copies.count_routing`."""
     num_tokens, num_experts = routing_map_TE.shape
-    inner = max(part_sizes.values(), default=1)
-    outer = min(part_sizes.values(), default=1)
+    inner = max(num_parts.values(), default=1)
+    outer = min(num_parts.values(), default=1)
     size = block_size(num_tokens, num_blocks)
     count, add, tokens = _launches(
         routing_map_TE.device, num_experts, outer, inner, routing_map_TE.stride(0)
@@ -58,8 +58,8 @@ def count_routing(
     result = {"experts": experts.view(num_blocks, -1)}
     if with_most:
         result["most experts"] = most
-    for name, num_parts in part_sizes.items():
-        result[name] = by_size[num_parts].view(num_blocks, -1)
+    for name, number in num_parts.items():
+        result[name] = by_size[number].view(num_blocks, -1)
     return result
 
 

@@ -1,16 +1,19 @@
-"""Copy rows with their lists directly into a packed message.
+"""Copy rows with their lists directly into a packed message, or for each expert to its place.
 
     into.rows[m], into.probs[m], into.ids[m] = rows[row[m]], probs[row[m]], ids[row[m]]
+    into.probs[m]                            = or probs[row[m], place[m]], for one expert each
 
-Bytes: each copy is read once and written once; 8 for its index.
+Either goes to row index[m] instead of m, if an index is given.
+
+Bytes: each copy is read once and written once; 8 for each of its indices.
 Grid: [M / rows of a tile, row / units of a tile]; programs of the first units copy the lists.
 
-Notation: N = rows, M = copies, H = hidden size, W = most experts of any row.
+Notation: N = rows, M = copies, R = rows written to, H = hidden size, W = most experts of any row.
 """
 
+import torch
 import triton.language as tl
 
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
     COPIED,
@@ -19,32 +22,33 @@ from monta_megatron.exchange.kernels.tiles import (
     Launches,
     blocks_of,
     kernel,
-    move_rows,
     stride_of,
     tile_for,
     values_per_unit,
 )
-from monta_megatron.exchange.kernels.to_experts import to_experts
+from monta_megatron.exchange.memory import Columns
 
 
 def duplicate(
-    columns: Columns, copies: Copies, into: Columns, launches: Launches | None = None
+    columns: Columns,
+    copies: Copies,
+    into: Columns,
+    index_M: torch.Tensor | None = None,
+    launches: Launches | None = None,
 ) -> None:
-    """Copy each row, with its lists, once per destination part: [N, H] -> [M, H].
+    """Copy each row, with its lists, once per destination part: [N, H] -> [R, H].
 
     If both are messages of one layout, whole messages may be given as rows.
 
     Args:
         columns: rows [N, H]; probabilities and ids [N, W] or None.
         copies: the copies.
-        into: rows [M, H]; [M, W] lists, or [M] probabilities if each copy is for one expert. A
+        into: rows [R, H]; [R, W] lists, or [R] probabilities if each copy is for one expert. A
             column that is None is not copied.
+        index_M: row of each copy in `into`; None if they are in order.
         launches: cache for columns of the same shapes.
     """
     launches = {} if launches is None else launches
-    if into.probs is not None and into.probs.dim() == 1:
-        to_experts(columns, copies, into, launches=launches)
-        return
     rows_NH = columns.rows
     probs_NW = None if into.probs is None else columns.probs
     ids_NW = None if into.ids is None else columns.ids
@@ -75,6 +79,8 @@ def duplicate(
         probs_NW,
         ids_NW,
         copies.row,
+        copies.place if into.probs is not None and into.probs.dim() == 1 else None,
+        index_M,
         into.rows,
         into.probs,
         into.ids,
@@ -88,6 +94,8 @@ def _duplicate(
     probs: tl.tensor,
     ids: tl.tensor,
     row: tl.tensor,
+    place: tl.tensor,
+    index: tl.tensor,
     into_rows: tl.tensor,
     into_probs: tl.tensor,
     into_ids: tl.tensor,
@@ -107,13 +115,25 @@ def _duplicate(
     copy = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = copy < num_copies
     source = tl.load(row + copy, present, other=0)
-    move_rows(rows, stride, source, into_rows, into_stride, copy, present, num_units, UNIT, UNITS)
+    target = copy
+    if index is not None:
+        target = tl.load(index + copy, present, other=0)
+    value = tl.program_id(1) * UNITS * UNIT + tl.arange(0, UNITS * UNIT)[None, :]
+    mask = present[:, None] & (value < num_units * UNIT)
+    values = tl.load(rows + source[:, None] * (stride * UNIT) + value, mask)
+    tl.store(into_rows + target[:, None] * (into_stride * UNIT) + value, values, mask)
+
     if probs is not None and tl.program_id(1) == 0:
-        for begin in range(0, width, LIST):
-            place = begin + tl.arange(0, LIST)[None, :]
-            mask = present[:, None] & (place < width)
-            prob = tl.load(probs + source[:, None] * probs_stride + place, mask)
-            tl.store(into_probs + copy[:, None] * into_probs_stride + place, prob, mask)
-            if ids is not None:
-                expert = tl.load(ids + source[:, None] * ids_stride + place, mask)
-                tl.store(into_ids + copy[:, None] * into_ids_stride + place, expert, mask)
+        if place is not None:
+            expert = source * probs_stride + tl.load(place + copy, present, other=0)
+            prob = tl.load(probs + expert, present)
+            tl.store(into_probs + target * into_probs_stride, prob, present)
+        else:
+            for begin in range(0, width, LIST):
+                slot = begin + tl.arange(0, LIST)[None, :]
+                is_slot = present[:, None] & (slot < width)
+                prob = tl.load(probs + source[:, None] * probs_stride + slot, is_slot)
+                tl.store(into_probs + target[:, None] * into_probs_stride + slot, prob, is_slot)
+                if ids is not None:
+                    expert = tl.load(ids + source[:, None] * ids_stride + slot, is_slot)
+                    tl.store(into_ids + target[:, None] * into_ids_stride + slot, expert, is_slot)

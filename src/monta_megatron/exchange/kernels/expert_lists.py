@@ -28,16 +28,7 @@ MOST_TOKENS, TILE = 32, 1024
 def expert_ids_of(
     routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, max_experts_per_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts in ascending order, and their probabilities; differentiable.
-
-    Args:
-        routing_map_TE: bool.
-        probs_TE: probabilities of the experts.
-        max_experts_per_token: W, on any rank.
-
-    Returns:
-        Probabilities [T, W], padded with 0, and experts [T, W] int32, padded with E.
-    """
+    """Arguments and result as of `exchange.expert_lists.expert_ids_of`; differentiable."""
     return _ExpertLists.apply(routing_map_TE, probs_TE, max_experts_per_token)
 
 

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from monta_megatron.chains.stages import ExpertRange
+from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import Launch, Launches, blocks_of, kernel
 
@@ -32,7 +32,7 @@ MOST_ROWS, TILE = 128, 512
 
 
 def find_copies(
-    ids_NW: torch.Tensor, parts: ExpertRange, copies: Copies, launches: Launches | None = None
+    ids_NW: torch.Tensor, parts: Parts, copies: Copies, launches: Launches | None = None
 ) -> None:
     """Derive the copies of rows from their experts; see `copies.find_copies`.
 

@@ -10,39 +10,35 @@ rows.
 from collections.abc import Callable, Mapping
 
 from monta_megatron.chains.program import Kind, Operation
-from monta_megatron.exchange.buffers import Buffers, Columns, promoted
-from monta_megatron.exchange.kernels import duplicate as duplicates
-from monta_megatron.exchange.kernels import find_copies, reduce_parts
-from monta_megatron.exchange.kernels import reduce as sums
-from monta_megatron.exchange.kernels import to_experts as experts
+from monta_megatron.exchange.buffers import Buffers, promoted
+from monta_megatron.exchange.kernels.duplicate import duplicate as duplicate_rows
+from monta_megatron.exchange.kernels.find_copies import find_copies
+from monta_megatron.exchange.kernels.reduce import reduce as reduce_copies
+from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks as reduce_terms
+from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.operations import OPERATIONS, Works, first_unrounded
 
 
 def find(buffers: Buffers, operation: Operation) -> None:
     """Derive the copies of rows from their expert ids; two launches."""
     columns, _ = buffers.source(operation)
-    parts = buffers.exchange.bound.stages[operation.position].parts
+    parts = buffers.exchange.bound_chain.stages[operation.position].parts
     assert columns.ids is not None and parts is not None, f"{operation.stage} has nothing to find"
     copies, launches = buffers.copies(operation), buffers.launches(operation)
-    find_copies.find_copies(columns.ids, parts, copies, launches)
+    find_copies(columns.ids, parts, copies, launches)
 
 
 def duplicate(buffers: Buffers, operation: Operation) -> None:
-    """Copy each row, with its list, once per destination part: [N, H] -> [M, H]."""
+    """Copy each row, with its list, once per destination part, or per expert to its place."""
+    index_M = None
     read, written = operation.reads[0], operation.writes[0]
     if buffers.formats[read].packed and buffers.formats[read] == buffers.formats[written]:
         # Messages of the same format are copied with all of their columns at once.
         columns, into = Columns(*buffers.sent(operation)), Columns(*buffers.messages(written))
     else:
-        (columns, _), (into, _) = buffers.source(operation), buffers.target(operation)
-    duplicates.duplicate(columns, buffers.copies(operation), into, buffers.launches(operation))
-
-
-def to_experts(buffers: Buffers, operation: Operation) -> None:
-    """Copy each row once per expert, into expert order."""
-    (columns, _), (into, places_M) = buffers.source(operation), buffers.target(operation)
-    copies = buffers.copies(operation)
-    experts.to_experts(columns, copies, into, places_M, buffers.launches(operation))
+        (columns, _), (into, index_M) = buffers.source(operation), buffers.target(operation)
+    copies, launches = buffers.copies(operation), buffers.launches(operation)
+    duplicate_rows(columns, copies, into, index_M, launches)
 
 
 def reduce(buffers: Buffers, operation: Operation) -> None:
@@ -50,24 +46,24 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
     (columns, index_M), (into, _) = buffers.source(operation), buffers.target(operation)
     unrounded_RH, first = None, 0
     if operation.unrounded is not None:
-        # Rows on the wire are rounded; this rank's part of the next sum is not.
+        # Rows on the wire are rounded; this rank's term of the next sum is not.
         unrounded_RH = buffers.columns(operation.unrounded).rows
         first = first_unrounded(buffers, operation)
     copies, launches = buffers.copies(operation), buffers.launches(operation)
-    sums.reduce(columns, copies, into, buffers.sum_dtype, index_M, unrounded_RH, first, launches)
+    reduce_copies(columns, copies, into, buffers.sum_dtype, index_M, unrounded_RH, first, launches)
 
 
-def sum_parts(buffers: Buffers, operation: Operation) -> None:
-    """Sum each row's parts from all ranks, rounded once: [P * N, H] -> [N, H]."""
+def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
+    """Sum each row's terms from all ranks, rounded once: [P * N, H] -> [N, H]."""
     (columns, _), (into, _) = buffers.source(operation), buffers.target(operation)
     kept = operation.unrounded
-    reduce_parts.reduce_parts(
+    reduce_terms(
         columns,
         into,
         promoted(buffers.exchange.sum_dtype, columns.rows.dtype),
-        operation.parts_per_sum,
+        operation.ranks_per_sum,
         None if kept is None else buffers.columns(kept).rows,
-        buffers.group(operation).rank,
+        buffers.gather(operation)[1],
         buffers.launches(operation),
     )
 
@@ -77,7 +73,7 @@ FUSED_OPERATIONS: Mapping[Kind, Callable[[Buffers, Operation], Works | None]] = 
     "find_lists": find,
     "find_copies": find,
     "duplicate": duplicate,
-    "to_experts": to_experts,
+    "to_experts": duplicate,
     "reduce": reduce,
-    "reduce_parts": sum_parts,
+    "reduce_ranks": reduce_ranks,
 }

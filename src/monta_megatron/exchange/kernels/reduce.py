@@ -17,7 +17,6 @@ R = a part of the rows.
 import torch
 import triton.language as tl
 
-from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import (
     LIST,
@@ -31,6 +30,7 @@ from monta_megatron.exchange.kernels.tiles import (
     tile_for,
     values_per_unit,
 )
+from monta_megatron.exchange.memory import Columns
 
 
 def reduce(

@@ -135,26 +135,6 @@ def stride_of(tensor: torch.Tensor | None) -> int:
 
 
 @triton.jit
-def move_rows(
-    rows: tl.tensor,
-    stride: tl.int32,
-    source: tl.tensor,
-    into: tl.tensor,
-    into_stride: tl.int32,
-    target: tl.tensor,
-    present: tl.tensor,
-    num_units: tl.int32,
-    UNIT: tl.constexpr,
-    UNITS: tl.constexpr,
-) -> None:
-    """into[target] = rows[source] for a tile of rows: one block of units, `program_id(1)`."""
-    value = tl.program_id(1) * UNITS * UNIT + tl.arange(0, UNITS * UNIT)[None, :]
-    mask = present[:, None] & (value < num_units * UNIT)
-    values = tl.load(rows + source[:, None] * (stride * UNIT) + value, mask)
-    tl.store(into + target[:, None] * (into_stride * UNIT) + value, values, mask)
-
-
-@triton.jit
 def _write_one(into: tl.tensor) -> None:
     tl.store(into, 1)
 

@@ -53,14 +53,14 @@ class ExpectedRouting:
             return np.broadcast_to(counts, (num_sources, num_blocks, *counts.shape))
 
         fields: dict[str, Any] = {}
-        for part in chain.parts:
+        for part in chain.copies_per:
             if part == "node":
                 to_nodes = block * self.hits(layout.num_nodes)
                 fields["sent_to_nodes"] = everywhere(to_nodes)[0]
                 fields["for_node"] = everywhere(to_nodes[layout.node])
             elif part == "rank":
                 to_ranks = block * self.hits(layout.ep)
-                if "node" in chain.parts:
+                if "node" in chain.copies_per:
                     first = layout.node * layout.ranks_per_node
                     here = to_ranks[first : first + layout.ranks_per_node]
                     fields["for_node_ranks"] = everywhere(here)

@@ -116,7 +116,7 @@ class BenchCandidate:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the planner and turns choose."""
+        """Whether the planner and trials choose."""
         return self.kind == "monta" and self.requested == AUTO
 
     @property

@@ -92,7 +92,7 @@ POINT_FLAGS = {
     "warmup": Flag("N", "runs of each before that", whole(0), "2"),
     "tune-steps": Flag(
         "N",
-        "iterations in which the candidates of auto take turns before it is timed",
+        "iterations in which the candidates of auto are tried before it is timed",
         whole(0),
         "0",
     ),

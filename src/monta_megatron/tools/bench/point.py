@@ -18,10 +18,10 @@ from monta_megatron.core import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.collectives import find_nodes
 from monta_megatron.exchange.pipeline import Experts
-from monta_megatron.integration.auto import AutoChoice
+from monta_megatron.integration.auto import AutoChooser
 from monta_megatron.integration.options import AUTO
-from monta_megatron.planner.choose import LATE
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.tuning import TIME_LAG
 from monta_megatron.tools.bench import traffic
 from monta_megatron.tools.bench.candidates import (
     Batch,
@@ -189,16 +189,16 @@ class Bench:
             raise MismatchError("\n".join(wrong))
 
     def tune(self) -> int:
-        """Let the candidates of `auto` take turns, as in a training; in how many steps."""
+        """Open the tuning window of `auto`, as in a training; returns its number of steps."""
         num_steps = self.task.settings.tune_steps
         for candidate in self.candidates:
             if not num_steps or not candidate.is_auto or candidate.overlaps:
                 continue
             chooser, optimizer = candidate.dispatcher.chooser, Optimizer()
-            assert isinstance(chooser, AutoChoice), "it chooses"
-            num_iterations = num_steps + LATE
+            assert isinstance(chooser, AutoChooser), "it chooses"
+            num_iterations = num_steps + TIME_LAG
             self.task.progress.phase(
-                f"{self.task.name}turns, {counted(num_iterations, 'iteration')}", num_iterations
+                f"{self.task.name}tuning, {counted(num_iterations, 'iteration')}", num_iterations
             )
             for _ in range(num_iterations):
                 for _ in range(MICRO_BATCHES):

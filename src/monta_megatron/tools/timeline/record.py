@@ -14,12 +14,13 @@ from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.recording import spans_of
-from monta_megatron.exchange.step_times import Clock, DeviceRecorder, HostRecorder, PassRecord
+from monta_megatron.exchange.step_times import DeviceRecorder, HostRecorder, PassRecord
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import BenchCandidate, identity_experts, run_candidate
 from monta_megatron.tools.bench.point import Bench, BenchTask, prepare
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.joined_ranks import join, wait_for_all
+from monta_megatron.tools.timeline.clock import Clock
 from monta_megatron.tools.timeline.recording import RankRecord, Recording
 from monta_megatron.tools.timeline.spans import pipeline_name
 

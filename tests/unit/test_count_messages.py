@@ -11,7 +11,7 @@ from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
 from monta_megatron.chains.chain import NUM_BLOCKS
 from monta_megatron.chains.counts import COUNT_BYTES, MOST_TOKENS, num_counted_blocks
 from monta_megatron.core import Layout
-from monta_megatron.exchange.counts import CountTable, ExchangeCounts
+from monta_megatron.exchange.count_messages import CountMessages, MicroBatchCounts
 
 CANDIDATES = {**{name: (chain,) for name, chain in CHAINS.items()}, "auto": tuple(CHAINS.values())}
 # (EP, ETP, ranks per node)
@@ -25,7 +25,7 @@ def table_of(
     rank: int,
     num_local_experts: int,
     num_blocks: int,
-) -> CountTable:
+) -> CountMessages:
     ep, etp, ranks_per_node = shape
     layout = Layout(
         ep=ep,
@@ -36,10 +36,10 @@ def table_of(
     )
     chains = tuple(chain for chain in chains if chain.incompatibility(layout) is None)
     blocks = num_counted_blocks(chains, num_blocks)
-    return CountTable(chains=chains, layout=layout, num_blocks=blocks)
+    return CountMessages(chains=chains, layout=layout, num_blocks=blocks)
 
 
-def exchange(tables: list[CountTable], maps: list[torch.Tensor]) -> list[ExchangeCounts]:
+def exchange(tables: list[CountMessages], maps: list[torch.Tensor]) -> list[MicroBatchCounts]:
     """What every rank reads; rank r says 2**62 + r, and that it got 3 r rows."""
     counted = [
         table.count(routing_map, 2**62 + rank, 3 * rank)
@@ -59,13 +59,13 @@ def test_messages_by_hand() -> None:
     table = table_of((CHAINS["hierarchical_alltoall"],), (4, 1, 2), 0, 1, 2)
     routing_map = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1]], dtype=torch.bool)
     messages, _ = table.count(routing_map, 5 + (7 << 32), 11)
-    head = [3, 11, 2, 5, 7]
+    header = [3, 11, 2, 5, 7]
     # After it: to its expert, to its node, to the two ranks of its node.
     by_hand = [
-        [[*head, 1, 1, 1, 1], [*head, 0, 0, 0, 0]],
-        [[*head, 1, 1, 1, 1], [*head, 0, 0, 0, 0]],
-        [[*head, 0, 1, 0, 1], [*head, 1, 1, 1, 1]],
-        [[*head, 1, 1, 0, 1], [*head, 1, 1, 1, 1]],
+        [[*header, 1, 1, 1, 1], [*header, 0, 0, 0, 0]],
+        [[*header, 1, 1, 1, 1], [*header, 0, 0, 0, 0]],
+        [[*header, 0, 1, 0, 1], [*header, 1, 1, 1, 1]],
+        [[*header, 1, 1, 0, 1], [*header, 1, 1, 1, 1]],
     ]
     assert torch.equal(messages, torch.tensor(by_hand, dtype=torch.int32))
 
@@ -95,7 +95,7 @@ def test_every_rank_reads_what_a_recorded_routing_counts(
     routing = CountedRouting(name="", routing_maps=tuple(each.numpy() for each in maps))
     for table, counts in zip(tables, exchange(tables, maps), strict=True):
         assert counts.num_tokens.tolist() == lengths
-        assert counts.heads.tolist() == [2**62 + rank for rank in range(num_ranks)]
+        assert counts.tags.tolist() == [2**62 + rank for rank in range(num_ranks)]
         assert counts.received_rows.tolist() == [3 * rank for rank in range(num_ranks)]
         expected = routing.max_experts_per_token if table.by_block else 0
         assert counts.max_experts_per_token == expected
@@ -119,7 +119,7 @@ def check_counts(counts: Counts | TokenCounts | None, expected: Counts | TokenCo
 def test_what_512_ranks_send_a_rank_is_half_a_megabyte_at_most(name: str) -> None:
     """512 experts, 8 ranks on a node, as many blocks as `auto` counts.
 
-    By hand for `auto`: a head of 4, an expert, a node and its 8 ranks, in 8 blocks, 4 bytes each.
+    By hand for `auto`: a header of 4, an expert, a node and its 8 ranks, in 8 blocks, 4 bytes each.
     """
     table = table_of(CANDIDATES[name], (512, 1, 8), 300, 1, NUM_BLOCKS)
     messages, sent = table.count(torch.zeros(4, 512, dtype=torch.bool))

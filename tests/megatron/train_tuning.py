@@ -1,10 +1,10 @@
 """The quickstart's training, in which every rank notes what each micro-batch ran.
 
-    train_turns.py [--frozen experts|dense] [--two-shapes] --record RECORD [Megatron's arguments]
+    train_tuning.py [--frozen experts|dense] [--two-shapes] --record RECORD [Megatron's arguments]
 
 Frozen are the experts of every other rank, so ranks of an exchange have other optimizers; or all
-parameters but experts, which leaves a stub of an optimizer. With `--two-shapes` layers take turns
-apart, as layers of two shapes do.
+parameters but experts, which leaves a stub of an optimizer. With `--two-shapes` layers have
+tuning windows apart, as layers of two shapes do.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from monta_megatron.integration import dispatcher, layer_setup
-from monta_megatron.integration.auto import AutoChoice
+from monta_megatron.integration.auto import AutoChooser
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "quickstart"))
 import train
@@ -28,7 +28,7 @@ import train
 # Of every micro-batch, recomputes and evaluations too: shape, step, choice, whether it trains.
 noted: list[tuple[int, int, str, bool]] = []
 times_s: list[float] = []
-choosers: list[AutoChoice] = []
+choosers: list[AutoChooser] = []
 # Whether each step changed parameters.
 updated: list[bool] = []
 
@@ -38,11 +38,11 @@ def note_choices() -> None:
 
     def noting(self: Any, counts: Any) -> None:
         bind(self, counts)
-        if isinstance(self.chooser, AutoChoice):
+        if isinstance(self.chooser, AutoChooser):
             if self.chooser not in choosers:
                 choosers.append(self.chooser)
             shape, choice = choosers.index(self.chooser), self.micro_batch.choice
-            noted.append((shape, self.chooser.step, choice.name, self.moe_layer().training))
+            noted.append((shape, self.chooser.tuner.step, choice.name, self.moe_layer().training))
             times_s.append(time.monotonic())
 
     dispatcher.MontaTokenDispatcher._bind = noting  # type: ignore[method-assign]
@@ -97,7 +97,7 @@ def main() -> None:
     train.main()
     document: dict[str, Any] = {"updated": updated, "noted": noted, "windows": []}
     for chooser in choosers:
-        window = chooser.window
+        window = chooser.tuner.window
         assert window is not None, "trained"
         document["exchange"] = dist.get_process_group_ranks(chooser.group)
         document["seconds"] = times_s[-1] - times_s[0]
@@ -106,10 +106,12 @@ def main() -> None:
                 "steps": [window.first, window.end],
                 "candidates": [choice.name for choice in window.candidates],
                 "best": window.best and window.best.name,
-                "turns": [[turn.kind[0], turn.us] for turn in window.trials.values()],
+                "trials": [
+                    [each.workload.num_exchanges, each.us] for each in window.trials.values()
+                ],
             }
         )
-    record.with_name(f"turns_{dist.get_rank()}.json").write_text(json.dumps(document))
+    record.with_name(f"tuning_{dist.get_rank()}.json").write_text(json.dumps(document))
 
 
 if __name__ == "__main__":

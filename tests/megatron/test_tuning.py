@@ -1,4 +1,4 @@
-"""Candidates take turns in Megatron's own trainings: alike on all ranks, to the bits of one chain.
+"""Candidates are tried in Megatron's own trainings: alike on all ranks, to the bits of one chain.
 
 Four CPU ranks, whose exchanges cross nodes; top-2 makes sums of two terms, which have one result in
 any order.
@@ -14,10 +14,10 @@ import pytest
 from forked_ranks import NUM_RANKS, ForkedRanks
 from test_training import BITWISE, data_prefix, ranks, train
 
-from monta_megatron.planner.choose import LATE
+from monta_megatron.planner.tuning import TIME_LAG
 
 __all__ = ["data_prefix", "ranks"]
-SCRIPT = Path(__file__).with_name("train_turns.py")
+SCRIPT = Path(__file__).with_name("train_tuning.py")
 LIMIT_S = 60
 
 
@@ -27,11 +27,11 @@ class Training:
 
     Attributes:
         settings: arguments of Megatron and of the script.
-        num_steps: of a window: three turns of each candidate.
+        num_steps: of a window: three trials of each candidate.
         iterations: the winner runs in the last ones.
         num_shapes: layers with windows of their own, one after the other.
         skips: whether the loss scaler skips steps.
-        kinds: numbers of exchanges that the steps of a window have.
+        num_workloads: numbers of exchanges that the steps of a window have.
         tolerance: of the losses, relative to those of the fixed chain.
     """
 
@@ -40,7 +40,7 @@ class Training:
     iterations: int = 11
     num_shapes: int = 1
     skips: bool = False
-    kinds: int = 1
+    num_workloads: int = 1
     tolerance: float = 0.0
 
 
@@ -66,7 +66,7 @@ TRAININGS = {
         """,
         iterations=18,
         num_shapes=2,
-        kinds=2,
+        num_workloads=2,
     ),
     # An optimizer without parameters beside that of the experts, and empty shards of theirs.
     "stub": Training(
@@ -103,7 +103,7 @@ RESUMED = Training(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TRAININGS)
-def test_turns(name: str, ranks: ForkedRanks, data_prefix: Path, tmp_path: Path) -> None:
+def test_tuning(name: str, ranks: ForkedRanks, data_prefix: Path, tmp_path: Path) -> None:
     training = TRAININGS[name]
     train_twice(training, training.settings, ranks, data_prefix, tmp_path)
     checkpoint = tmp_path / "auto" / "monta" / "checkpoint"
@@ -116,7 +116,7 @@ def test_turns(name: str, ranks: ForkedRanks, data_prefix: Path, tmp_path: Path)
 def train_twice(
     training: Training, settings: str, ranks: ForkedRanks, data_prefix: Path, folder: Path
 ) -> None:
-    """Train by turns and with one chain, and compare."""
+    """Train with `auto` and with one chain, and compare."""
     of_ranks, losses = {}, {}
     options = {
         "auto": f"--moe-monta-ranks-per-node 1 --moe-monta-tune-steps {training.num_steps}",
@@ -129,7 +129,7 @@ def train_twice(
         arguments = f"{more} {settings} --train-iters {training.iterations}"
         record = train(ranks, "monta", arguments, data_prefix, folder / name, SCRIPT)
         losses[name] = [entry["loss"] for entry in record if "loss" in entry]
-        files = (folder / name / "monta" / f"turns_{rank}.json" for rank in range(NUM_RANKS))
+        files = (folder / name / "monta" / f"tuning_{rank}.json" for rank in range(NUM_RANKS))
         of_ranks[name] = [json.loads(file.read_text()) for file in files]
     assert losses["auto"] == pytest.approx(losses["fixed"], rel=training.tolerance, abs=0)
     assert not any(each["noted"] for each in of_ranks["fixed"])
@@ -138,7 +138,7 @@ def train_twice(
 
 def check_ranks(training: Training, of_ranks: list[dict[str, Any]]) -> None:
     """Check what the ranks have noted: alike on an exchange, in phase on all."""
-    slots = defaultdict(set)
+    candidates = defaultdict(set)
     for mine in of_ranks:
         assert mine["updated"][-1] and (False in mine["updated"]) is training.skips
         assert mine["seconds"] < LIMIT_S
@@ -153,18 +153,18 @@ def check_ranks(training: Training, of_ranks: list[dict[str, Any]]) -> None:
             if begin <= step:
                 choices[shape, step].add(choice)
             if is_training and begin <= step < end:
-                slots[step].add(window["candidates"].index(choice))
+                candidates[step].add(window["candidates"].index(choice))
         assert {len(each) for each in choices.values()} == {1}
         ran = {key: each.pop() for key, each in choices.items()}
         check_windows(training, mine["windows"], ran)
-    assert {len(each) for each in slots.values()} == {1}
-    assert len(slots) == training.num_shapes * training.num_steps
+    assert {len(each) for each in candidates.values()} == {1}
+    assert len(candidates) == training.num_shapes * training.num_steps
 
 
 def check_windows(
     training: Training, windows: list[dict[str, Any]], ran: dict[tuple[int, int], str]
 ) -> None:
-    """Check that each candidate had its turns, that all have times, and that the best stays."""
+    """Check that each candidate had its trials, that all have times, and that the best stays."""
     assert len(windows) == training.num_shapes
     begin = 0
     for shape, window in enumerate(windows):
@@ -172,11 +172,11 @@ def check_windows(
         assert window["steps"] == [begin, end]
         candidates, best = window["candidates"], window["best"]
         assert len(candidates) == training.num_steps // 3 and best in candidates
-        turns = [ran[shape, step] for step in range(begin, end)]
-        assert sorted(turns) == sorted(candidates * 3)
-        assert all(us for _, us in window["turns"])
+        trials = [ran[shape, step] for step in range(begin, end)]
+        assert sorted(trials) == sorted(candidates * 3)
+        assert all(us for _, us in window["trials"])
         if shape == 0:
-            assert len({number for number, _ in window["turns"]}) == training.kinds
-        begin = end + LATE
+            assert len({number for number, _ in window["trials"]}) == training.num_workloads
+        begin = end + TIME_LAG
         after = {choice for (of, step), choice in ran.items() if of == shape and step >= begin}
         assert after == {best}

@@ -1,82 +1,37 @@
-"""Metadata of an exchange: counted by each rank, exchanged once, copied to the host once.
+"""The counts of a micro-batch: the messages that carry them between ranks, and the counts read.
 
-Also the expert ids of tokens, since their number follows from the metadata.
+A rank counts its routing map, sends each rank a message (`chains.counts` has its columns), and
+copies what it has received to the host, once.
 
 Notation: T = tokens of this rank, E = experts, B = token blocks, S = ranks of the exchange, L =
 local experts, EP and ETP = sizes of its groups, P = parts of the experts, X = columns of a message,
-W = most experts of any token, K = integers.
+K = integers.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.chains.counts import HEAD_SIZE, MOST_TOKENS, message_columns, part_sizes
+from monta_megatron.chains.counts import (
+    HEADER_SIZE,
+    MOST_TOKENS,
+    message_columns,
+    num_parts,
+)
 from monta_megatron.core import Layout
 from monta_megatron.exchange.copies import block_size, count_routing
-from monta_megatron.exchange.errors import ExchangeError, passes_under_way
 from monta_megatron.exchange.kernel_choice import is_fused
 
 
-class HostWait(NamedTuple):
-    """A collective outside the passes on which the host may be blocked.
-
-    Attributes:
-        what: the collective and its purpose.
-        process_group: the ranks of the exchange.
-        since_s: start, by `time.monotonic`.
-    """
-
-    what: str
-    process_group: dist.ProcessGroup
-    since_s: float
-
-    def __str__(self) -> str:
-        ranks = dist.get_process_group_ranks(self.process_group)
-        rank = dist.get_group_rank(self.process_group, dist.get_rank())
-        named = ", ".join(map(str, ranks))
-        return f"{self.what}, group tp_ep (rank {rank} of {len(ranks)}: ranks {named})"
-
-
-# The latest last; see `time_limit`.
-host_waits: list[HostWait] = []
-
-
-@contextmanager
-def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Raise failures inside the block as `ExchangeError`s that name the collective.
-
-    Args:
-        what: the collective and its purpose.
-        group: the ranks of an exchange.
-
-    Raises:
-        ExchangeError: the collective failed or timed out.
-    """
-    wait = HostWait(what, group, time.monotonic())
-    host_waits.append(wait)
-    try:
-        yield
-    except RuntimeError as error:
-        raise ExchangeError(f"{wait} failed: {error}\n{passes_under_way()}") from error
-    finally:
-        host_waits.remove(wait)
-
-
 @dataclass(frozen=True, kw_only=True)
-class ExchangeCounts:
-    """Counts received by one rank, on the host.
+class MicroBatchCounts:
+    """Counts of one micro-batch that a rank needs, on the host.
 
     Attributes:
         count_permuted_tokens: computes `permuted_tokens` at the first use.
@@ -84,7 +39,7 @@ class ExchangeCounts:
         num_tokens: [S] tokens of every rank.
         max_experts_per_token: of any token; 0 where rows are permuted tokens only.
         received_rows: [S] rows received by each rank's experts in the layer's last exchange.
-        heads: [S] bits about each rank's choice; see `integration.auto`.
+        tags: [S] 63 bits about each rank's choice; see `integration.auto`.
     """
 
     count_permuted_tokens: Callable[[], Counts]
@@ -92,7 +47,7 @@ class ExchangeCounts:
     num_tokens: NDArray[np.int64]
     max_experts_per_token: int
     received_rows: NDArray[np.int64]
-    heads: NDArray[np.int64]
+    tags: NDArray[np.int64]
 
     @cached_property
     def permuted_tokens(self) -> Counts:
@@ -104,11 +59,6 @@ class ExchangeCounts:
         """The most tokens on any rank."""
         return int(self.num_tokens.max())
 
-    @property
-    def busiest_over_mean(self) -> float | None:
-        """Of the last exchange; None before one."""
-        return busiest_over_mean(self.received_rows)
-
 
 def busiest_over_mean(received_rows: NDArray[np.int64]) -> float | None:
     """Rows received by the busiest rank over the mean; None if no rank received any."""
@@ -117,8 +67,8 @@ def busiest_over_mean(received_rows: NDArray[np.int64]) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountTable:
-    """Exchanges the counts required by the candidate chains of a layout; see `chains.counts`.
+class CountMessages:
+    """Writes and reads the messages of counts for the candidate chains; see `chains.counts`.
 
     Attributes:
         chains: the candidates.
@@ -139,51 +89,51 @@ class CountTable:
         return any(chain.rows == "tokens" for chain in self.chains)
 
     @cached_property
-    def parts(self) -> dict[str, int]:
+    def num_parts(self) -> dict[str, int]:
         """Number of parts of each kind for which tokens are counted, by name."""
-        return part_sizes(self.chains, self.layout)
+        return num_parts(self.chains, self.layout)
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
+    def num_counted(self) -> dict[str, int]:
         """Number of counted experts, and of parts of each kind, by name."""
-        return {"experts": self.layout.num_experts, **self.parts}
+        return {"experts": self.layout.num_experts, **self.num_parts}
 
     def count(
-        self, routing_map_TE: torch.Tensor, head: int = 0, received_rows: int = 0
+        self, routing_map_TE: torch.Tensor, tag: int = 0, received_rows: int = 0
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Count tokens on the device of the map, without a sync.
 
         Args:
             routing_map_TE: bool.
-            head: 63 bits for all ranks; see `integration.auto`.
+            tag: 63 bits for all ranks; see `integration.auto`.
             received_rows: rows received by this rank's experts in the last exchange.
 
         Returns:
             The message to each rank, [S, B, X] int32, and this rank's own counts by the names of
-            `sizes`: [B, E] pairs, [B, P] tokens.
+            `num_counted`: [B, E] pairs, [B, P] tokens.
         """
         num_tokens, device, layout = len(routing_map_TE), routing_map_TE.device, self.layout
         assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens: int32 cannot count them"
-        parts, count = self.parts, count_routing
+        num_parts, count = self.num_parts, count_routing
         if is_fused(self.kernels, device.type):
             from monta_megatron.exchange.kernels.count_routing import count_routing as count
-        sent = count(routing_map_TE, self.num_blocks, parts, self.by_block)
-        # The head, see `chains.counts`: 64 bits make two columns of int32, the low half first.
-        counted, of_choice = (
+        sent = count(routing_map_TE, self.num_blocks, num_parts, self.by_block)
+        # The header, see `chains.counts`: 64 bits make two columns of int32, the low half first.
+        counted, of_tag = (
             torch.full((1,), value, dtype=torch.int64, device=device).view(torch.int32)
-            for value in (received_rows << 32 | num_tokens, head)
+            for value in (received_rows << 32 | num_tokens, tag)
         )
         # A placeholder where no chain's rows are tokens: nobody reads the column then.
         most_experts = sent.pop("most experts", counted[:1])
 
         # All ranks of a node, or of an EP rank, get the same message.
-        num_nodes = layout.num_nodes if "node" in parts else 1
-        num_groups = {"node": num_nodes, "rank": num_nodes} if "node" in parts else {}
+        num_nodes = layout.num_nodes if "node" in num_parts else 1
+        num_groups = {"node": num_nodes, "rank": num_nodes} if "node" in num_parts else {}
         num_ranks = len(layout.nodes)
         # [nodes, ranks of a node, B, columns]
         shape = num_nodes, num_ranks // num_nodes, self.num_blocks, -1
-        sections = [column.expand(shape) for column in (counted, most_experts, of_choice)]
-        for name in self.sizes:
+        sections = [column.expand(shape) for column in (counted, most_experts, of_tag)]
+        for name in self.num_counted:
             groups = num_groups.get(name, layout.ep)
             # [B, groups * columns] -> [groups, 1, B, columns] -> [groups, ranks, B, columns]
             by_group = sent[name].unflatten(1, (groups, -1)).transpose(0, 1).unsqueeze(1)
@@ -193,20 +143,22 @@ class CountTable:
 
     def join(self, received_SBX: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
         """The received messages and this rank's own counts as one tensor: [K] int32."""
-        return torch.cat([received_SBX.flatten(), *(sent[name].flatten() for name in self.sizes)])
+        return torch.cat(
+            [received_SBX.flatten(), *(sent[name].flatten() for name in self.num_counted)]
+        )
 
-    def read(self, joined_K: NDArray[np.int32]) -> ExchangeCounts:
+    def read(self, joined_K: NDArray[np.int32]) -> MicroBatchCounts:
         """Read the tensor of `join` on the host."""
         layout, num_ranks = self.layout, len(self.layout.nodes)
-        num_sent = self.num_blocks * sum(self.sizes.values())
+        num_sent = self.num_blocks * sum(self.num_counted.values())
         received_SBX = joined_K[:-num_sent].reshape(num_ranks, self.num_blocks, -1)
         # Sums over ranks may take more bits than the counts of one.
         # Blocks come first in memory, because a chain sums those of each chunk.
         by_block_BSX = np.ascontiguousarray(received_SBX.swapaxes(0, 1), dtype=np.int64)
         messages_SBX, sent = by_block_BSX.swapaxes(0, 1), joined_K[-num_sent:].astype(np.int64)
-        # All blocks have the same head, whose last two columns are the bits of `heads`.
-        num_tokens_S, received_rows_S, most_experts_S = by_block_BSX[0, :, : HEAD_SIZE - 2].T
-        heads_S = received_SBX[:, 0, HEAD_SIZE - 2 : HEAD_SIZE].copy().view(np.int64)[:, 0]
+        # All blocks have the same header, whose last two columns are the tag.
+        num_tokens_S, received_rows_S, most_experts_S = by_block_BSX[0, :, : HEADER_SIZE - 2].T
+        tags_S = received_SBX[:, 0, HEADER_SIZE - 2 : HEADER_SIZE].copy().view(np.int64)[:, 0]
 
         def count_permuted_tokens() -> Counts:
             columns, lengths = self._sections
@@ -218,24 +170,20 @@ class CountTable:
                 received=pairs_SL.reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2),
             )
 
-        return ExchangeCounts(
+        return MicroBatchCounts(
             count_permuted_tokens=count_permuted_tokens,
             tokens=self._token_counts(num_tokens_S, messages_SBX, sent) if self.by_block else None,
             num_tokens=num_tokens_S,
             max_experts_per_token=max(int(most_experts_S.max()), 1) if self.by_block else 0,
             received_rows=received_rows_S,
-            heads=heads_S,
+            tags=tags_S,
         )
 
     @cached_property
     def _sections(self) -> tuple[dict[str, slice], dict[str, slice]]:
         """Columns of each section in a message, and its slice of this rank's own counts."""
-        lengths = {name: self.num_blocks * size for name, size in self.sizes.items()}
+        lengths = {name: self.num_blocks * size for name, size in self.num_counted.items()}
         return _slices(message_columns(self.chains, self.layout)), _slices(lengths)
-
-    @cached_property
-    def _block_numbers(self) -> NDArray[np.int64]:
-        return np.arange(self.num_blocks)
 
     def _token_counts(
         self, tokens_S: NDArray[np.int64], messages_SBX: NDArray[np.int64], sent: NDArray[np.int64]
@@ -244,7 +192,7 @@ class CountTable:
         columns, lengths = self._sections
         # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
         block_S1 = block_size(tokens_S[:, None], self.num_blocks)
-        left_SB = tokens_S[:, None] - self._block_numbers * block_S1
+        left_SB = tokens_S[:, None] - np.arange(self.num_blocks) * block_S1
         counts: dict[str, NDArray[np.int64]] = {
             name: messages_SBX[:, :, columns[name].start]
             for name in ("for_node", "for_rank")
@@ -270,46 +218,3 @@ def _slices(widths: Mapping[str, int]) -> dict[str, slice]:
         name: slice(end - width, end)
         for (name, width), end in zip(widths.items(), ends, strict=True)
     }
-
-
-def expert_ids_of(
-    routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, max_experts_per_token: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts in ascending order, and their probabilities, without a sync.
-
-    Args:
-        routing_map_TE: bool.
-        probs_TE: probabilities of the experts.
-        max_experts_per_token: W, on any rank.
-
-    Returns:
-        Probabilities [T, W], padded with 0, and experts [T, W] int32, padded with E.
-    """
-    return _ExpertIds.apply(routing_map_TE, probs_TE, max_experts_per_token)
-
-
-class _ExpertIds(torch.autograd.Function):
-    """Saves for backward only the map, which is kept alive anyway, and no indices [T, W]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, max_experts_per_token: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_experts = routing_map_TE.shape[1]
-        descending_E = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=probs_TE.device)
-        scores_TW = (routing_map_TE * descending_E).topk(max_experts_per_token, dim=1).values
-        ids_TW = num_experts - scores_TW
-        experts_TW = ids_TW.clamp(max=num_experts - 1)
-        ctx.save_for_backward(routing_map_TE)
-        ctx.mark_non_differentiable(ids_TW)
-        return probs_TE.gather(1, experts_TW.long()).masked_fill_(scores_TW == 0, 0), ids_TW
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, gradient_TW: torch.Tensor, _: torch.Tensor
-    ) -> tuple[None, torch.Tensor, None]:
-        (routing_map_TE,) = ctx.saved_tensors
-        # Position of each expert among its token's.
-        positions_TE = (routing_map_TE.cumsum(dim=1) - 1).clamp_(min=0)
-        return None, gradient_TW.gather(1, positions_TE).masked_fill_(~routing_map_TE, 0), None

@@ -1,13 +1,13 @@
-"""Counts of a micro-batch: exchanged, or known where experts are always filled to capacity.
+"""Counts of a micro-batch: received from all ranks, or known where experts get a fixed capacity.
 
-Both sources give them in three steps: `exchange` on the device (CUDA graphs may capture it),
-`copy_to_host` where Megatron copies its own metadata, and `read` where the host needs them.
+Both sources work in three steps: `collect` on the device (CUDA graphs may capture it),
+`copy_to_host` where Megatron copies its own metadata, and `read` where the host needs the counts.
 
 Notation: T = tokens of this rank, E = experts, K = integers that this rank needs.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,68 +18,69 @@ from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_ten
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains import Counts
-from monta_megatron.core import Layout
-from monta_megatron.exchange.counts import CountTable, ExchangeCounts, naming_failure
+from monta_megatron.exchange.count_messages import CountMessages, MicroBatchCounts
+from monta_megatron.exchange.errors import naming_failure
 
 
 @dataclass(kw_only=True)
-class CountExchange:
-    """Counts of all ranks of the group, from which every split follows."""
+class CountsFromRanks:
+    """Counts received from all ranks of the group, from which all splits follow."""
 
-    count_table: CountTable
+    count_messages: CountMessages
     topk: int
     group: dist.ProcessGroup
     chain_name: str
     _copy: torch.Tensor | None = None
     _copied: torch.cuda.Event | None = None
 
-    def exchange(
-        self, routing_map_TE: torch.Tensor, head: int = 0, received_rows: int = 0
+    def collect(
+        self, routing_map_TE: torch.Tensor, tag: int = 0, received_rows: int = 0
     ) -> tuple[torch.Tensor, int]:
-        """Exchange counts, with no sync.
+        """Send the counts to all ranks and receive theirs, with no sync.
 
         Args:
             routing_map_TE: [T, E] bool.
-            head, received_rows: see `CountTable.count`.
+            tag, received_rows: see `CountMessages.count`.
 
         Returns:
             The counts [K] int32 on the map's device, and the number of permuted tokens in a map
             with top-k experts of each token.
         """
-        messages, sent = self.count_table.count(routing_map_TE, head, received_rows)
+        messages, sent = self.count_messages.count(routing_map_TE, tag, received_rows)
         received = torch.empty_like(messages)
-        with self._named():
+        with naming_failure(self._name, self.group):
             dist.all_to_all_single(received, messages, group=self.group)
-        return self.count_table.join(received, sent), len(routing_map_TE) * self.topk
+        return self.count_messages.join(received, sent), len(routing_map_TE) * self.topk
 
     def copy_to_host(self, counts_K: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
-        """Start to copy the result of `exchange`, the only tensor that goes to the host."""
+        """Start to copy the result of `collect` to the host; no other tensor is copied."""
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
             self._copy = maybe_move_tensor_to_cpu(counts_K, record_stream=True)
         self._copied = side_stream.record_event()
 
-    def read(self) -> ExchangeCounts:
-        """Wait for the copy."""
+    def read(self) -> MicroBatchCounts:
+        """Wait for the copy, and read the counts."""
         assert self._copy is not None and self._copied is not None, "not on its way to the host"
-        with self._named():
+        with naming_failure(self._name, self.group):
             self._copied.synchronize()
-        return self.count_table.read(self._copy.numpy())
+        return self.count_messages.read(self._copy.numpy())
 
-    def _named(self) -> AbstractContextManager[None]:
-        return naming_failure(f"dispatch: chain {self.chain_name}, exchange of counts", self.group)
+    @cached_property
+    def _name(self) -> str:
+        return f"exchange of counts: chain {self.chain_name}"
 
 
 @dataclass(kw_only=True)
-class CapacityCounts:
-    """The counts where every expert takes `capacity` rows from every rank: none are exchanged."""
+class CountsFromCapacity:
+    """Counts of experts that get `capacity` rows from every rank; only the layout is needed."""
 
-    layout: Layout
+    count_messages: CountMessages
     config: TransformerConfig
     capacity: int = 0
 
-    def exchange(
-        self, routing_map_TE: torch.Tensor, head: int, received_rows: int
+    def collect(
+        self, routing_map_TE: torch.Tensor, tag: int, received_rows: int
     ) -> tuple[None, int]:
         """Find the capacity; returns no counts, and the number of permuted tokens."""
         num_tokens, num_experts = routing_map_TE.shape
@@ -93,13 +94,13 @@ class CapacityCounts:
     def copy_to_host(self, counts_K: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
         """Do nothing: the capacity is on the host."""
 
-    def read(self) -> ExchangeCounts:
+    def read(self) -> MicroBatchCounts:
         """The same counts for every pair of ranks."""
-        layout, config = self.layout, self.config
+        layout, config = self.count_messages.layout, self.config
         received = np.full((layout.etp, layout.ep, layout.num_local_experts), self.capacity)
-        # All ranks know the capacity; each rank's number of tokens is known only to itself.
+        # All ranks know the capacity, but no rank knows the others' numbers of tokens.
         per_token = config.moe_router_topk * config.moe_expert_capacity_factor
-        return ExchangeCounts(
+        return MicroBatchCounts(
             count_permuted_tokens=lambda: Counts(sent=received[0], received=received),
             tokens=None,
             num_tokens=np.full(
@@ -107,12 +108,12 @@ class CapacityCounts:
             ),
             max_experts_per_token=0,
             received_rows=np.empty(0, dtype=np.int64),
-            heads=np.empty(0, dtype=np.int64),
+            tags=np.empty(0, dtype=np.int64),
         )
 
 
 def padded(routing_map_TE: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """The map that is counted, padded where Megatron pads it: [T, E]."""
+    """The map [T, E] that is counted: padded where Megatron pads it."""
     if not config.moe_router_padding_for_quantization:
         return routing_map_TE
     is_fused = stock.is_experimental_enabled() and config.moe_permute_fusion
@@ -124,16 +125,18 @@ def padded(routing_map_TE: torch.Tensor, config: TransformerConfig) -> torch.Ten
 def replaces_preprocess() -> bool:
     """Whether a framework has replaced stock's `preprocess`.
 
-    Frameworks whose routing maps hold other than top-k experts of a token do, to count the rows
-    that stock permutes.
+    verl does (since its pull request 4986; utils/megatron/router_replay_patch.py), and others after
+    it: a replayed token may name an expert twice, so a map holds fewer than top-k experts of it,
+    and the rows that stock permutes have to be counted. Our own `preprocess` hides the replacement,
+    which keeps stock's name but not the file in which it was written.
     """
-    replaced = getattr(stock.MoEAlltoAllTokenDispatcher.preprocess, "__code__", None)
+    current = getattr(stock.MoEAlltoAllTokenDispatcher.preprocess, "__code__", None)
     original = stock.MoETokenDispatcher.__init__.__code__
-    return replaced is None or replaced.co_filename != original.co_filename
+    return current is None or current.co_filename != original.co_filename
 
 
 # In batch-invariant mode (since 0.20) Megatron's unpermute adds a token's rows by EP rank, then by
-# expert, and finds them by a map that permute returns where it is asked to.
+# expert. It finds them by an inverse map, which permute returns on request.
 KNOWS_ORDER = hasattr(moe_utils, "is_batch_invariant_mode_enabled")
 
 
