@@ -14,7 +14,7 @@ from monta_megatron.core import Layout, Shape
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import planner_for
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.select import NUM_CHUNKS
+from monta_megatron.planner.plan import NUM_CHUNKS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))

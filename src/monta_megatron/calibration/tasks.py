@@ -134,7 +134,7 @@ def points_of(layout: Layout, device: str) -> list[Point]:
                 curves.append(("allgather", "inter", world, row_bytes))
     curves += [(operation, "memory", 1, row_bytes) for operation, row_bytes in IN_MEMORY.items()]
     points = []
-    for operation, resource, group_size, row_bytes in curves:
+    for operation, resource, group_size, row_bytes in sorted(curves, key=lambda of: of[1]):
         num_bytes = FIRST_BYTES[resource]
         while num_bytes <= LAST_BYTES[device][resource]:
             num_rows = max(round(num_bytes / row_bytes), 1)

@@ -58,7 +58,7 @@ def planner_for(
         return Planner(chains=(chain,), num_chunks=(num_chunks,), splits_experts=splits_experts)
     # A named chain needs no prices.
     from monta_megatron.planner.cluster_file import uncalibrated
-    from monta_megatron.planner.select import NUM_CHUNKS
+    from monta_megatron.planner.plan import NUM_CHUNKS
 
     cluster = options.cluster or uncalibrated(layout, gpu_name())
     if layout.num_nodes > cluster.num_nodes:

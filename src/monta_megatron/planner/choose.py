@@ -11,8 +11,8 @@ from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
 
 if TYPE_CHECKING:
+    from monta_megatron.planner.plan import Selection
     from monta_megatron.planner.price import Price
-    from monta_megatron.planner.select import Selection
 
 STOCK = Choice(chain="alltoall", num_chunks=1)
 # Most predicted memory of a candidate: so many times plain alltoall's, or so many bytes more.
@@ -125,7 +125,7 @@ class Planner:
     def selection(self, tokens: int) -> "Selection":
         """The prices of everything allowed, for at most so many tokens per rank."""
         # Not needed where one choice is given.
-        from monta_megatron.planner.select import select_chain
+        from monta_megatron.planner.plan import select_chain
 
         assert self.shape is not None and self.cluster is not None, "one choice is given"
         tokens = half_octave(tokens)

@@ -1,7 +1,8 @@
 """Plans: the selected chain, every candidate with its numbers, and why each was rejected."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from monta_megatron.chains import CHAINS
@@ -11,7 +12,11 @@ from monta_megatron.core import Shape
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster, End, Kernels, ResourceRate
 from monta_megatron.planner.price import Price, price
-from monta_megatron.planner.select import MARGIN, Selection, percent, select_chain
+from monta_megatron.planner.schedule import Times
+
+NUM_CHUNKS = (1, 2, 4, 8)
+# A plainer chain is chosen if it takes at most this fraction longer than the fastest.
+MARGIN = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,24 +164,129 @@ class Plan:
         return replace(benefit, ratio_range=(min(ratios), max(ratios)))
 
 
-def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection:
+    """A selected price, and the prices that it was selected from.
+
+    Attributes:
+        price: the fastest, or a plainer one within the margin.
+        prices: of everything that can run, the fastest first.
+        rivals: likewise; of several that do the same at this layout the plainest alone.
+        incompatible: chain -> why it cannot run on the layout.
+    """
+
+    price: Price
+    prices: Sequence[Price]
+    rivals: Sequence[Price]
+    incompatible: Mapping[str, str]
+
+    @cached_property
+    def reason(self) -> str:
+        """Why this was selected."""
+        price, fastest = self.price, self.rivals[0]
+        others = [other for other in self.rivals if other.chain is not price.chain]
+        if fastest is not price:
+            how = (
+                f"plainer than {fastest.choice.name}, which is {percent(price, fastest)} faster, "
+                f"within the margin of {MARGIN:.0%}"
+            )
+        elif others:
+            times = _ratio(others[0], price)
+            how = f"{times:.2f}x as fast as {others[0].choice.name}, the next chain"
+        else:
+            how = "the only chain that can run"
+        resource, busy_us = price.busiest()
+        share = busy_us / price.total_us if price.total_us > 0 else 0.0
+        return f"{how}; the {resource} is busy for {share:.0%} of the time"
+
+    def why_rejected(self, price: Price) -> str | None:
+        """Why something that can run was not chosen; None if it was."""
+        chosen, name = self.price, self.price.choice.name
+        if price is chosen:
+            return None
+        if price not in self.rivals:
+            plainest = next(each for each in self.rivals if each.times == price.times)
+            return f"the same as {plainest.choice.name} at this layout"
+        if price.total_us == chosen.total_us:
+            return f"as fast as {name}, which is plainer"
+        if price.total_us < chosen.total_us:
+            faster = percent(chosen, price)
+            return f"{faster} faster, within the margin of {MARGIN:.0%} for a plainer chain"
+        resource, busy_us = price.busiest()
+        return f"{percent(price, chosen)} slower; {resource} {busy_us:,.0f} us"
+
+
+def select_chain(
+    shape: Shape,
+    cluster: Cluster,
+    *,
+    phase: Phase = "forward_backward",
+    chains: Sequence[str] = tuple(CHAINS),
+    num_chunks: Sequence[int] = NUM_CHUNKS,
+) -> Selection:
+    """Price every chain in every number of chunks; take the fastest or a plainer tie.
+
+    Args:
+        shape: the exchange.
+        cluster: the cluster it runs on.
+        phase: the phase to choose for.
+        chains: the chains to consider.
+        num_chunks: the numbers of chunks to consider; a serial chain has one.
+
+    Raises:
+        ValueError: no chain can run.
+    """
+    reasons = {name: CHAINS[name].incompatibility(shape.layout) for name in chains}
+    incompatible = {name: reason for name, reason in reasons.items() if reason is not None}
+    prices = [
+        price(shape, cluster, chain, number, phase)
+        for chain in (CHAINS[name] for name in chains if name not in incompatible)
+        for number in ((1,) if chain.serial else num_chunks)
+    ]
+    if not prices:
+        why = "; ".join(f"{name}: {reason}" for name, reason in incompatible.items())
+        raise ValueError(f"chains: none can run: {why}")
+    prices.sort(key=lambda each: each.rank)
+    # The plainest of those that do the same comes first.
+    unlike: dict[tuple[tuple[Times, ...], float], Price] = {}
+    for each in prices:
+        unlike.setdefault((each.times, each.peak_bytes), each)
+    rivals = list(unlike.values())
+    near = (each for each in rivals if each.rank[0] <= rivals[0].rank[0] * (1 + MARGIN))
+    return Selection(
+        price=min(near, key=lambda each: each.rank[1:]),
+        prices=prices,
+        rivals=rivals,
+        incompatible=incompatible,
+    )
+
+
+def percent(slower: Price, faster: Price) -> str:
+    """1.234 times the time -> "23%", and "under 1%" instead of nothing."""
+    ratio = _ratio(slower, faster)
+    return f"{ratio - 1:.0%}" if ratio >= 1.01 else "under 1%"
+
+
+def _ratio(slower: Price, faster: Price) -> float:
+    return slower.total_us / faster.total_us if faster.total_us > 0 else 1.0
+
+
+def plan(
+    shape: Shape, cluster: Cluster, *, phase: Phase = "forward_backward", **settings: Any
+) -> Plan:
     """Choose a chain and a number of chunks.
 
     Args:
         shape: the exchange.
         cluster: the cluster it runs on.
-        settings: passed to `select.select_chain`.
+        phase: the phase to choose for.
+        settings: passed to `select_chain`.
 
     Raises:
         ValueError: no chain can run.
     """
-    return plan_of(select_chain(shape, cluster, **settings))
-
-
-def plan_of(selection: Selection) -> Plan:
-    """A selection with all candidates, and why each of the others was not chosen."""
-    shape, cluster, chosen = selection.shape, selection.cluster, selection.price
-    layout, routing = shape.layout, shape.routing
+    selection = select_chain(shape, cluster, phase=phase, **settings)
+    chosen, layout, routing = selection.price, shape.layout, shape.routing
     return Plan(
         chain=chosen.chain.name,
         num_chunks=chosen.num_chunks,
@@ -192,13 +302,24 @@ def plan_of(selection: Selection) -> Plan:
             value_bytes=shape.value_bytes,
             tokens_per_rank=shape.tokens_per_rank,
             routing=routing.name,
-            phase=selection.phase,
+            phase=phase,
             cluster=cluster.name,
             kernels=cluster.kernels,
         ),
         stages=stage_costs(chosen),
         candidates=(
-            *(_candidate(each, selection) for each in selection.prices),
+            *(
+                Candidate(
+                    chain=each.chain.name,
+                    num_chunks=each.num_chunks,
+                    predicted_us=each.total_us,
+                    inter_bytes=each.sent_bytes("inter"),
+                    intra_bytes=each.sent_bytes("intra"),
+                    peak_bytes=each.peak_bytes,
+                    rejected=selection.why_rejected(each),
+                )
+                for each in selection.prices
+            ),
             *(
                 Candidate(chain=name, num_chunks=None, rejected=reason)
                 for name, reason in selection.incompatible.items()
@@ -214,7 +335,7 @@ def slowest_plan(shapes: Sequence[Shape], cluster: Cluster, **settings: Any) -> 
     Args:
         shapes: one for every way in which the exchanges of a layout lie on the nodes.
         cluster: the cluster it runs on.
-        settings: passed to `select.select_chain`.
+        settings: passed to `select_chain`.
 
     Raises:
         ValueError: no chain can run.
@@ -225,36 +346,6 @@ def slowest_plan(shapes: Sequence[Shape], cluster: Cluster, **settings: Any) -> 
         note = f"exchanges lie on the nodes in {len(plans)} ways; this is the slowest of them"
         slowest = replace(slowest, notes=(*slowest.notes, note))
     return slowest, shape
-
-
-def _candidate(of: Price, selection: Selection) -> Candidate:
-    return Candidate(
-        chain=of.chain.name,
-        num_chunks=of.num_chunks,
-        predicted_us=of.total_us,
-        inter_bytes=of.sent_bytes("inter"),
-        intra_bytes=of.sent_bytes("intra"),
-        peak_bytes=of.peak_bytes,
-        rejected=_why_rejected(of, selection),
-    )
-
-
-def _why_rejected(of: Price, selection: Selection) -> str | None:
-    """Why something that can run was not chosen; None if it was."""
-    chosen, name = selection.price, selection.price.choice.name
-    if of is chosen:
-        return None
-    if of not in selection.rivals:
-        plainest = next(each for each in selection.rivals if each.times == of.times)
-        return f"the same as {plainest.choice.name} at this layout"
-    if of.total_us == chosen.total_us:
-        return f"as fast as {name}, which is plainer"
-    if of.total_us < chosen.total_us:
-        return (
-            f"{percent(chosen, of)} faster, within the margin of {MARGIN:.0%} for a plainer chain"
-        )
-    resource, busy_us = of.busiest()
-    return f"{percent(of, chosen)} slower; {resource} {busy_us:,.0f} us"
 
 
 def stage_costs(of: Price) -> tuple[StageCost, ...]:

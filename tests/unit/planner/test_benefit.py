@@ -7,8 +7,7 @@ from clusters import preset, shape_of
 
 from monta_megatron.common.units import time_text
 from monta_megatron.planner.benefit import Benefit, Iteration, Measured, share_of
-from monta_megatron.planner.plan import plan_of
-from monta_megatron.planner.select import select_chain
+from monta_megatron.planner.plan import plan, select_chain
 
 # 2.16 times as fast; 3.6 ms for each of 24 layers and 32 micro-batches are 2.76 s.
 FASTER = Benefit(chain="hierarchical_alltoall", chosen_us=3_100.0, alltoall_us=6_700.0)
@@ -70,7 +69,7 @@ def test_the_share_of_an_iteration(
 
 def test_a_plan_gains_what_its_selection_says() -> None:
     selection = select_chain(shape_of(16), preset("h100_8x_ndr"))
-    benefit = plan_of(selection).benefit
+    benefit = plan(shape_of(16), preset("h100_8x_ndr")).benefit
     assert benefit is not None and benefit.ratio > 1
     assert benefit.chosen_us == selection.price.total_us
     by_chain = [price for price in selection.prices if price.chain.name == "alltoall"]

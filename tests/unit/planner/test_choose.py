@@ -12,9 +12,9 @@ from clusters import preset, shape_of
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
 from monta_megatron.core import Choice
-from monta_megatron.planner import select
+from monta_megatron.planner import plan as planner_plan
 from monta_megatron.planner.choose import STOCK, Planner, half_octave
-from monta_megatron.planner.select import NUM_CHUNKS
+from monta_megatron.planner.plan import NUM_CHUNKS
 from monta_megatron.planner.tuning import TuningWindow, Workload
 
 HIERARCHICAL, DEDUP = "hierarchical_alltoall", "alltoall_dedup"
@@ -57,7 +57,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
                 busiest=lambda: ("network", 10.0),
             )
 
-        monkeypatch.setattr(select, "price", price)
+        monkeypatch.setattr(planner_plan, "price", price)
         fields = {"num_chunks": NUM_CHUNKS, "shape": shape_of(16), "cluster": CLUSTER} | fields
         return Planner(chains=tuple(CHAINS[name] for name in prices), **fields)
 

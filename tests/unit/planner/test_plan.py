@@ -15,7 +15,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.common.rules import hash_of
 from monta_megatron.core import Shape
 from monta_megatron.planner import plan as planner_plan
-from monta_megatron.planner import price, select
+from monta_megatron.planner import price
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import with_inter_rate
 from monta_megatron.planner.layout import ParallelLayout, exchanges, priced_ranks, shape_of_model
@@ -34,7 +34,7 @@ NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 @pytest.fixture
 def without_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest is chosen, however plain the next."""
-    monkeypatch.setattr(select, "MARGIN", 0.0)
+    monkeypatch.setattr(planner_plan, "MARGIN", 0.0)
 
 
 no_margin = pytest.mark.usefixtures("without_margin")
@@ -151,8 +151,7 @@ def test_bytes_take_more_chunks_and_overhead_fewer() -> None:
 @no_margin
 def test_the_margin_goes_to_the_plainer_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     strict = plan(shape_of(16), A800)
-    for module in (planner_plan, select):
-        monkeypatch.setattr(module, "MARGIN", 10.0)
+    monkeypatch.setattr(planner_plan, "MARGIN", 10.0)
     generous = plan(shape_of(16), A800)
     assert strict.predicted_us == min(
         entry.predicted_us for entry in strict.candidates if entry.predicted_us is not None

@@ -18,7 +18,7 @@ from monta_megatron.core import Shape
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.layout import ParallelLayout, shapes_of
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.select import NUM_CHUNKS
+from monta_megatron.planner.plan import NUM_CHUNKS
 from monta_megatron.planner.tuning import ROUNDS
 
 RANKS_PER_NODE = 8

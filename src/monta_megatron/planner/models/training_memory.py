@@ -26,7 +26,7 @@ class TrainingMemory:
         state_bytes: weights, gradients and optimizer state; None where the parameters cannot be
             counted.
         activation_bytes: the inputs of the layers, and the logits on the last stage.
-        exchange_bytes: the most that the executor holds at once; see `chain_price.peak_bytes`.
+        exchange_bytes: the most that the executor holds at once; see `price.peak_bytes`.
         available_bytes: what a rank may use; None where the cluster file does not say.
     """
 

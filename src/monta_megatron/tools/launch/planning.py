@@ -15,9 +15,8 @@ from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import iteration_of
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
-from monta_megatron.planner.plan import Plan, slowest_plan
+from monta_megatron.planner.plan import NUM_CHUNKS, Plan, slowest_plan
 from monta_megatron.planner.price import price
-from monta_megatron.planner.select import NUM_CHUNKS
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.tools.launch.exchanges import exchanges_of_run, num_micro_batches
 from monta_megatron.tools.launch.run_config import RunConfig

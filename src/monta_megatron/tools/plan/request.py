@@ -92,7 +92,7 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
 
     Args:
         request: to plan.
-        settings: arguments of `planner.select.select_chain`.
+        settings: arguments of `planner.plan.select_chain`.
 
     Raises:
         ValueError: a file or a size is wrong, no layout fits, or no chain can run.
