@@ -85,11 +85,11 @@ def test_every_layout_that_fits_has_the_fewest_stages(capsys: pytest.CaptureFixt
 def test_the_ranking_follows_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     first = {}
     mixtral = ["plan", "--model", "mixtral_8x7b", "--cluster", "a100_hdr", "--world-size", "16"]
-    for words in ((), ("--tokens", "64"), ("--routing", "skewed")):
+    for words in ((), ("--tokens", "64")):
         first[words] = document(capsys, *mixtral, *words)["layouts"][0]
-    even, few, skewed = first.values()
+    even, few = first.values()
     assert even["tokens"] > few["tokens"] == 64
-    assert skewed["predicted_us"] > even["predicted_us"] > few["predicted_us"]
+    assert even["predicted_us"] > few["predicted_us"]
 
 
 @pytest.mark.parametrize(
