@@ -147,7 +147,7 @@ def test_one_line_and_status_2(
 def test_good_input_passes_the_same_way(monta: Monta, tmp_path: Path) -> None:
     status, stdout, stderr = monta(tmp_path, f"{PLAN} --ep 8 --json")
     assert (status, stderr) == (0, "")
-    assert json.loads(stdout)["key"]["ep"] == 8
+    assert json.loads(stdout)["shape"]["layout"]["ep"] == 8
 
 
 def test_every_command_is_tried() -> None:

@@ -170,7 +170,6 @@ def calibrate(
         host=fit_host_costs(timer.samples, on_cpu, source),
         curves=fit_curves(points, timer.samples, on_cpu),
         contention=fit_contention(pairs, timer.excesses),
-        calibrated_node=(ranks_per_node, nics),
     )
     ctas = {group.name: text for group in groups.values() if (text := ctas_of(group))}
     return Calibration(cluster=cluster, runs=runs, ctas=ctas)

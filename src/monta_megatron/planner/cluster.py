@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from monta_megatron.chains.program import Policy, PricedOperation, Resource
-from monta_megatron.common.nodes import consecutive_nodes, mixed_node, number_nodes
+from monta_megatron.common.nodes import consecutive_nodes, number_nodes
 from monta_megatron.common.rules import (
     NonNegativeFloat,
     PositiveFloat,
@@ -29,9 +29,6 @@ FASTEST_NIC = Rate(100.0)
 # If a cluster has no curve for an operation, this similar operation stands in for it.
 STANDS_IN: dict[PricedOperation, PricedOperation] = {"allgather": "alltoall", "sum": "copy"}
 
-# PyTorch's operations or Triton kernels; "auto" takes Triton kernels on GPUs.
-Kernels: TypeAlias = Literal["torch", "fused"]
-KernelChoice: TypeAlias = Literal["auto", Kernels]
 # The slow and the fast end of what was published.
 End: TypeAlias = Literal[0, 1]
 
@@ -135,18 +132,6 @@ class HostCosts:
         return replace(self, speed=1.0, range=None, **scaled)
 
 
-class NodeSizes(NamedTuple):
-    """Ranks of a node, and the network interfaces that they share evenly."""
-
-    ranks: PositiveInt
-    nics: PositiveInt
-
-    def load(self, operation: PricedOperation, ranks_on_node: int) -> float:
-        """Bytes through a network interface for a byte of each rank, in groups of all ranks."""
-        # A ring crosses once per node, not once per rank that the group has on it.
-        return self.ranks / self.nics / (ranks_on_node if operation == "allgather" else 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Contention:
     """Factors by which operations on two resources slow each other while both run.
@@ -193,18 +178,6 @@ class Contention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResourceRate:
-    """The rate of large messages through a resource: of one NIC, of a rank's link or memory."""
-
-    resource: Resource
-    rate: Rate
-    basis: Literal["measured", "published"]
-
-    def __str__(self) -> str:
-        return f"{RESOURCE_NAMES[self.resource]} {self.rate.in_both_units}, {self.basis}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes and costs; `cluster_file` shows its file.
 
@@ -222,10 +195,8 @@ class Cluster:
         node_link: of a rank's node link.
         memory: of a rank's memory.
         host: host time per operation.
-        curves: measured, one for each operation, resource and group size.
+        curves: measured on such nodes, one for each operation, resource and group size.
         contention: of pairs that were measured; see `factor` for the others.
-        calibrated_node: for which the curves of the network hold; bytes of other nodes are
-            converted to those that load a network interface as much. None for this cluster's nodes.
     """
 
     name: Text
@@ -242,7 +213,6 @@ class Cluster:
     host: HostCosts
     curves: tuple[Curve, ...] = ()
     contention: tuple[Contention, ...] = ()
-    calibrated_node: tuple[PositiveInt, PositiveInt] | None = None
 
     def __post_init__(self) -> None:
         keys = [(curve.operation, curve.resource, curve.group_size) for curve in self.curves]
@@ -284,41 +254,9 @@ class Cluster:
                     f"{node_link.in_both_units} of the node link; check bits and bytes"
                 )
 
-    def notes_on(self, world_size: int) -> tuple[str, ...]:
-        """Notes of a plan for so many ranks, on nodes filled one after the other."""
-        notes = []
-        left = world_size % self.ranks_per_node
-        if left:
-            notes.append(
-                f"{world_size} ranks leave {self.ranks_per_node - left} of the "
-                f"{self.ranks_per_node} ranks of a node unused"
-            )
-        sizes = sorted((self.nics_per_node, self.ranks_per_node))
-        if world_size > self.ranks_per_node and sizes[1] % sizes[0]:
-            notes.append(
-                f"{self.nics_per_node} interfaces cannot be shared evenly by the "
-                f"{self.ranks_per_node} ranks of a node, and are priced as if they were"
-            )
-        return tuple(notes)
-
     def with_kernels(self, fused: bool) -> "Cluster":
         """These costs, to price the fused kernels or PyTorch's operations."""
         return self if self.policy == "host" else replace(self, policy=_POLICIES[fused])
-
-    def with_kernel_choice(self, choice: KernelChoice) -> "Cluster":
-        """These costs for a value of `--kernels`; "auto" is a training's "auto" on a GPU.
-
-        Raises:
-            ValueError: fused kernels on CPU ranks.
-        """
-        rule = f"be auto or torch: the ranks of {self.name} are no GPUs"
-        require(choice != "fused" or self.policy != "host", "kernels", choice, rule)
-        return self.with_kernels(choice != "torch")
-
-    @property
-    def kernels(self) -> Kernels:
-        """Kernels that copy and sum rows in the priced exchange."""
-        return "fused" if self.policy == "fused" else "torch"
 
     @cached_property
     def has_range(self) -> bool:
@@ -360,7 +298,7 @@ class Cluster:
             ranks_per_node: of a node, or of a host; None for the whole node.
 
         Raises:
-            ValueError: a node has fewer.
+            ValueError: a node has fewer, or its network was measured with another share of it.
         """
         whole = self.ranks_per_node
         if ranks_per_node in (None, whole, self.ranks_per_host):
@@ -373,52 +311,40 @@ class Cluster:
         elif on_host is not None:
             rule = f"be a multiple of {on_host}, the ranks of a host of {self.name}"
             require(ranks_per_node % on_host == 0, "ranks_per_node", ranks_per_node, rule)
+        nics = max(self.nics_per_node * ranks_per_node // whole, 1)
+        if any(curve.resource == "inter" for curve in self.curves):
+            rule = f"share interfaces as the measured nodes of {self.name} do; calibrate such nodes"
+            holds = nics * whole == self.nics_per_node * ranks_per_node
+            require(holds, "ranks_per_node", ranks_per_node, rule)
         return replace(
             self,
             name=f"{self.name}, {ranks_per_node} of {whole} ranks per node",
             ranks_per_node=ranks_per_node,
             ranks_per_host=on_host,
-            nics_per_node=max(self.nics_per_node * ranks_per_node // whole, 1),
-            calibrated_node=self.calibrated_node or (whole, self.nics_per_node),
+            nics_per_node=nics,
         )
 
     def nodes_of(
         self, ranks: Sequence[int], hosts: Sequence[str]
     ) -> tuple[tuple[int, ...], str | None]:
-        """The node of every rank of an exchange, if its hosts can be nodes of this cluster.
+        """The node of each rank: its host, or consecutive ranks where hosts make up a node.
 
         Args:
             ranks: of the exchange.
             hosts: of the ranks.
 
         Returns:
-            The nodes, numbered from 0, and what users should know about them, or None.
-
-        Raises:
-            ValueError: the hosts cannot be nodes of this cluster.
+            The nodes, numbered from 0, and a note where they are not those of the file, or None.
         """
-        nodes = consecutive_nodes(ranks, self.ranks_per_node)
-        if nodes == number_nodes(hosts):
-            return nodes, None
-        if self.ranks_per_host is None and len(set(hosts)) > len(set(nodes)):
-            # A host used in part: no node has ranks of two hosts.
-            return number_nodes(hosts), (
-                f"nodes are the hosts of this job, which have fewer ranks than the "
-                f"{self.ranks_per_node} of a node of {self.name}"
-            )
-        mixed = mixed_node(nodes, hosts)
-        if mixed is not None:
-            first, second = mixed
-            raise ValueError(
-                f"moe_monta_cluster: {self.name} has nodes of {self.ranks_per_node} consecutive "
-                f"ranks, but of one node rank {ranks[first]} is on {hosts[first]}, which has other "
-                f"nodes too, and rank {ranks[second]} on {hosts[second]}; number the ranks host by "
-                "host (srun --distribution=block), or set MONTA_NODE or --moe-monta-ranks-per-node"
-            )
+        by_host, by_file = number_nodes(hosts), consecutive_nodes(ranks, self.ranks_per_node)
+        if by_host == by_file:
+            return by_host, None
+        nodes, text = by_host, "the hosts of this job"
+        if self.ranks_per_host is not None:
+            nodes, text = by_file, f"{counted(self.ranks_per_node, 'consecutive rank')} each"
         return nodes, (
-            f"nodes of {counted(self.ranks_per_node, 'rank')}, as {self.name} has them, but "
-            f"{hosts.count(hosts[0])} of the {len(ranks)} ranks of an exchange are on {hosts[0]}; "
-            "--moe-monta-ranks-per-node decides"
+            f"nodes are {text}; {self.name} has {counted(self.ranks_per_node, 'rank')} in a node, "
+            "and --moe-monta-ranks-per-node decides"
         )
 
     @property
@@ -430,18 +356,6 @@ class Cluster:
     def memory_bytes_per_rank(self) -> float | None:
         """Bytes that a rank may use, or None where that is not known."""
         return bytes_of_gb(self.memory_gb_per_rank)
-
-    @property
-    def rates(self) -> tuple[ResourceRate, ...]:
-        """The rate of large messages through every resource."""
-        return tuple(
-            ResourceRate(
-                resource=resource,
-                rate=self.rate_of(resource),
-                basis="published" if resource in self.links else "measured",
-            )
-            for resource in self.resources
-        )
 
     def rate_of(self, resource: Resource) -> Rate:
         """The rate of large messages: that of the curve of the most ranks, or of the line."""
@@ -484,21 +398,17 @@ class Cluster:
                 node in "intra". Of measured sizes the nearest by ratio is taken.
             ranks_on_node: ranks of the group on each node.
         """
-        node = NodeSizes(self.ranks_per_node, self.nics_per_node)
         for named in (operation, STANDS_IN.get(operation, operation)):
             curves = self._curves.get((named, resource))
             if curves:
-                if self.calibrated_node is not None and resource == "inter":
-                    # All ranks of a node were in a calibrated AllGather.
-                    calibrated = NodeSizes(*self.calibrated_node)
-                    num_bytes *= node.load(operation, ranks_on_node)
-                    num_bytes /= calibrated.load(operation, calibrated.ranks)
                 size = min(curves, key=lambda size: (abs(math.log(size / group_size)), -size))
                 return curves[size].time_us(num_bytes)
         link = self.links[resource]
         assert link.rate is not None, "a link without curves has a rate"
         if resource == "inter":
-            num_bytes *= node.load(operation, ranks_on_node)
+            # Through an interface. A ring crosses once per node, not once per rank on it.
+            num_bytes *= self.ranks_per_node / self.nics_per_node
+            num_bytes /= ranks_on_node if operation == "allgather" else 1
         return link.start_us + num_bytes / (link.rate.gbytes_per_s * 1e3)
 
     @cached_property

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clusters import CONFIGS, cluster_of, link, preset, shape_of
+from clusters import CONFIGS, cluster_of, link, preset
 
-from monta_megatron.chains.program import COLLECTIVES, PricedOperation
 from monta_megatron.planner.cluster import Cluster, Contention
 from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
 from monta_megatron.planner.curves import OPERATIONS, PUBLISHED, Curve, published_curves
-from monta_megatron.planner.plan import plan
 
 MB_BYTES = 10**6
 
@@ -85,49 +83,12 @@ def test_ranks_share_the_network_interfaces_of_their_node() -> None:
     assert cluster().time_us("allgather", "inter", 10_000, 8, 4) == pytest.approx(12.5)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "nics", "alltoall_us", "allgather_us"),
-    [
-        (4, 1, 1000, 1000),
-        # 2 ranks for 4 on a NIC: half as many bytes cross it. A ring crosses it once in any case.
-        (2, 1, 500, 1000),
-        (8, 1, 2000, 1000),
-        # Each NIC of 2 carries half.
-        (4, 2, 500, 500),
-        (8, 2, 1000, 500),
-    ],
-)
-def test_another_sharing_of_a_nic_is_converted(
-    ranks: int, nics: int, alltoall_us: float, allgather_us: float
-) -> None:
-    """Curves of 4 ranks and one NIC, 1 us for 1 KB."""
-
-    def measured(operation: PricedOperation) -> Curve:
-        sizes = (MB_BYTES // 2, MB_BYTES, 2 * MB_BYTES)
-        times = (500.0, 1000.0, 2000.0)
-        return curve(operation=operation, group_size=8, sizes_bytes=sizes, times_us=times)
-
-    curves = map(measured, COLLECTIVES)
-    found = cluster(*curves, ranks=ranks, nics=nics, calibrated_node=(4, 1))
-    for operation, us in (("alltoall", alltoall_us), ("allgather", allgather_us)):
-        time_us = found.time_us(operation, "inter", MB_BYTES, 2 * ranks, ranks)  # type: ignore[arg-type]
-        assert time_us == pytest.approx(us)
-
-
-def test_nodes_of_two_predicted_from_nodes_of_four() -> None:
-    # docs/results.md has what 2 nodes of 2 ranks took at the same rate. In the
-    # other chains the cores, which half as many ranks share there, count as much as the network.
-    measured_us = 1_110_000
+def test_measured_curves_are_of_nodes_that_share_interfaces_alike() -> None:
     calibrated = load_cluster(CONFIGS.parent / "docs" / "benchmarks" / "regret_2x4.yaml")
-    converted = replace(calibrated, ranks_per_node=2)
-    by_hand = replace(converted, calibrated_node=None)
-    shape = shape_of(4, ranks_per_node=2, num_experts=48, tokens=512, hidden=1024)
-    wrong_us, right_us = (
-        plan(replace(shape, value_bytes=4), each, num_chunks=(1,)).best_us()["alltoall"]
-        for each in (by_hand, converted)
-    )
-    assert wrong_us is not None and wrong_us > 1.8 * measured_us
-    assert right_us == pytest.approx(measured_us, rel=0.1)
+    with pytest.raises(ValueError, match=r"^ranks_per_node: got 2, must share interfaces as the"):
+        calibrated.of_job(2)
+    # An interface for each rank.
+    assert replace(calibrated, nics_per_node=4).of_job(2).nics_per_node == 2
 
 
 def test_another_network_rate_scales_the_bytes_and_not_the_start() -> None:

@@ -127,7 +127,7 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
     plan, shape = slowest_plan(shapes, cluster, phase=phase, **settings)
     plan = with_ranges(plan, shape, cluster)
     tokens, peak_bytes = shape.tokens_per_rank, plan.chosen.peak_bytes or 0.0
-    notes = [*plan.notes, *cluster.notes_on(layout.world_size), *model.notes]
+    notes = [*plan.notes, *model.notes]
     for name, layers in (uneven_stages(model, layout.pp) or {}).items():
         notes.insert(0, f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}")
 
@@ -155,4 +155,4 @@ def cluster_of(given: str | Path | Cluster) -> Cluster:
     """A cluster, or that of a file or a preset with the kernels that run on it."""
     if isinstance(given, Cluster):
         return given
-    return load_cluster(given).with_kernel_choice("auto")
+    return load_cluster(given).with_kernels(fused=True)
