@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias
 
@@ -43,7 +43,7 @@ class Link:
         start_us: time of the smallest operation.
         range: the lowest and the highest rate that was published, where `rate` is the likely one.
         curves: GPU of `curves.published_curves`, in place of a line.
-        rate_ratio: rate of this GPU's link over that of the curves'.
+        rate_ratio: rate of this link over `rate`, or over the link of the curves' GPU.
         source: where the figures were published.
     """
 
@@ -66,16 +66,6 @@ class Link:
             within = low <= self.rate.gbytes_per_s <= high
             ends = f"[{self.range[0]}, {self.range[1]}]"
             require(within, "range", ends, f"hold rate, {self.rate.in_both_units}")
-
-    def times(self, ratio: float) -> "Link":
-        """The link at `ratio` times its rates."""
-        scaled = (
-            self if self.rate is None else replace(self, rate=self.rate.times(ratio), range=None)
-        )
-        if self.range is not None:
-            low, high = (rate.times(ratio) for rate in self.range)
-            scaled = replace(scaled, range=(low, high))
-        return replace(scaled, rate_ratio=self.rate_ratio * ratio)
 
     def ratio_at(self, end: End) -> float:
         """An end of the range over the likely rate."""
@@ -120,16 +110,6 @@ class HostCosts:
         if self.range is not None:
             low, high = self.range
             require(low <= self.speed <= high, "range", [low, high], f"hold speed, {self.speed:g}")
-
-    @cached_property
-    def at_speed(self) -> "HostCosts":
-        """The same costs as this host has them: of speed 1."""
-        scaled = {
-            entry.name: getattr(self, entry.name) / self.speed
-            for entry in fields(self)
-            if entry.name.endswith("_us")
-        }
-        return replace(self, speed=1.0, range=None, **scaled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,31 +236,29 @@ class Cluster:
 
     def with_kernels(self, fused: bool) -> "Cluster":
         """These costs, to price the fused kernels or PyTorch's operations."""
-        return self if self.policy == "host" else replace(self, policy=_POLICIES[fused])
-
-    @cached_property
-    def has_range(self) -> bool:
-        """Whether a range was published for any of its figures."""
-        ranges = (self.host.range, *(link.range for link in self.links.values()))
-        return any(each is not None for each in ranges)
+        policy: Policy = "fused" if fused else "streams"
+        return self if self.policy == "host" else replace(self, policy=policy)
 
     def at_end(self, end: End) -> "Cluster":
         """The cluster at the slow or at the fast end of the published figures."""
         scaled = self
         for resource, link in self.links.items():
             scaled = scaled.at_rate(resource, link.ratio_at(end))
-        speed = self.host.speed if self.host.range is None else self.host.range[end]
-        return replace(scaled, host=replace(self.host, speed=speed, range=None))
+        if self.host.range is None:
+            return scaled
+        return replace(scaled, host=replace(self.host, speed=self.host.range[end]))
 
     def at_rate(self, resource: Resource, ratio: float) -> "Cluster":
         """The cluster where one resource has `ratio` times its rate, and the same start times."""
         curves = tuple(
             curve.at_rate(ratio) if curve.resource == resource else curve for curve in self.curves
         )
+        scaled, link = replace(self, curves=curves), self.links.get(resource)
+        if link is None:
+            return scaled
         name = next(name for name, named in BY_NAME.items() if named == resource)
-        link = self.links.get(resource)
-        changed = {name: None if link is None else link.times(ratio)}
-        return replace(self, curves=curves, **changed)  # type: ignore[arg-type]
+        link = replace(link, rate_ratio=link.rate_ratio * ratio)
+        return replace(scaled, **{name: link})  # type: ignore[arg-type]
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -292,25 +270,24 @@ class Cluster:
         """The nodes of a job that uses so many ranks of each: its own count, not the cluster's.
 
         Hand-worked: 4 of the 8 ranks of a node with 8 interfaces are a node of 4 with 4. Of a node
-        of 18 hosts of 4, 2 ranks of each host are a node of 36; 64 are a node of 16 hosts.
+        of 18 hosts of 4, 64 are a node of 16 hosts; 4 are a host, which shares the whole node.
 
         Args:
-            ranks_per_node: of a node, or of a host; None for the whole node.
+            ranks_per_node: of a node, or of a whole host; None for the whole node.
 
         Raises:
-            ValueError: a node has fewer, or its network was measured with another share of it.
+            ValueError: a node has fewer, a host is used in part, or curves hold for another share
+                of the network.
         """
         whole = self.ranks_per_node
         if ranks_per_node in (None, whole, self.ranks_per_host):
             return self
         rule = f"be at most {whole}, the ranks of a node of {self.name}"
         require(ranks_per_node < whole, "ranks_per_node", ranks_per_node, rule)
-        on_host = self.ranks_per_host
-        if on_host is not None and ranks_per_node < on_host:
-            on_host, ranks_per_node = ranks_per_node, ranks_per_node * (whole // on_host)
-        elif on_host is not None:
-            rule = f"be a multiple of {on_host}, the ranks of a host of {self.name}"
-            require(ranks_per_node % on_host == 0, "ranks_per_node", ranks_per_node, rule)
+        if self.ranks_per_host is not None:
+            rule = f"be a multiple of {self.ranks_per_host}, the ranks of a host of {self.name}"
+            holds = ranks_per_node % self.ranks_per_host == 0
+            require(holds, "ranks_per_node", ranks_per_node, rule)
         nics = max(self.nics_per_node * ranks_per_node // whole, 1)
         if any(curve.resource == "inter" for curve in self.curves):
             rule = f"share interfaces as the measured nodes of {self.name} do; calibrate such nodes"
@@ -320,7 +297,6 @@ class Cluster:
             self,
             name=f"{self.name}, {ranks_per_node} of {whole} ranks per node",
             ranks_per_node=ranks_per_node,
-            ranks_per_host=on_host,
             nics_per_node=nics,
         )
 
@@ -362,9 +338,9 @@ class Cluster:
         curves = self._curves.get(("copy" if resource == "memory" else "alltoall", resource))
         if curves is not None:
             return curves[max(curves)].rate
-        rate = self.links[resource].rate
-        assert rate is not None, "a link without curves has a rate"
-        return rate
+        link = self.links[resource]
+        assert link.rate is not None, "a link without curves has a rate"
+        return link.rate.times(link.rate_ratio)
 
     @property
     def _share_of_network(self) -> Rate:
@@ -403,13 +379,12 @@ class Cluster:
             if curves:
                 size = min(curves, key=lambda size: (abs(math.log(size / group_size)), -size))
                 return curves[size].time_us(num_bytes)
-        link = self.links[resource]
-        assert link.rate is not None, "a link without curves has a rate"
         if resource == "inter":
             # Through an interface. A ring crosses once per node, not once per rank on it.
             num_bytes *= self.ranks_per_node / self.nics_per_node
             num_bytes /= ranks_on_node if operation == "allgather" else 1
-        return link.start_us + num_bytes / (link.rate.gbytes_per_s * 1e3)
+        rate = self.rate_of(resource)
+        return self.links[resource].start_us + num_bytes / (rate.gbytes_per_s * 1e3)
 
     @cached_property
     def _curves(self) -> dict[tuple[PricedOperation, Resource], dict[int, Curve]]:
@@ -441,6 +416,3 @@ class Cluster:
             factors[entry.pair] = entry.factor
             factors[entry.pair[::-1]] = entry.factor_of_second
         return factors
-
-
-_POLICIES: dict[bool, Policy] = {True: "fused", False: "streams"}

@@ -246,9 +246,9 @@ def with_ranges(plan: Plan, shape: Shape, cluster: Cluster) -> Plan:
         shape: the exchange.
         cluster: whose likely costs were used.
     """
-    if not cluster.has_range:
-        return plan
     ends = [cluster.at_end(end) for end in get_args(End)]
+    if ends[0] == ends[1]:
+        return plan
 
     def range_us(of: Candidate) -> tuple[float, float] | None:
         """The time at both ends, the less first."""

@@ -253,7 +253,7 @@ def peak_bytes(bound: BoundProgram) -> float:
 
 def _works_of_pass(program: Program, traffic: PassTraffic, cluster: Cluster) -> list[Work]:
     """Everything that one pass does: around the stages, before the program, in it, after it."""
-    pass_, host = program.pass_, cluster.host.at_speed
+    pass_, host = program.pass_, cluster.host
     num_chunks = len(program.series[0]) if program.series else 1
     host_us = host.pass_us + (host.counts_us if pass_.ids else 0.0)
     works = [
@@ -262,7 +262,7 @@ def _works_of_pass(program: Program, traffic: PassTraffic, cluster: Cluster) -> 
             stage=AROUND_STAGES,
             resource="host",
             times_us=(0.0,),
-            launch_us=host_us,
+            launch_us=host_us / host.speed,
         )
     ]
     for stage in traffic.stages:
@@ -287,7 +287,7 @@ def _works_of_pass(program: Program, traffic: PassTraffic, cluster: Cluster) -> 
                 stage=stage.stage,
                 resource=stage.resource,
                 times_us=tuple(map(max, zip(*times, strict=True))),
-                launch_us=launch_us,
+                launch_us=launch_us / host.speed,
                 traffic=stage,
             )
         )

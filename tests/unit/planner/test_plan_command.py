@@ -185,7 +185,7 @@ def test_a_run_file_says_what_was_planned(
     for number, sizes in enumerate(
         (
             ["--nodes", "2", "--ranks-per-node", "64", "--ep", "128"],
-            ["--nodes", "4", "--ranks-per-node", "2", "--ep", "8"],
+            ["--nodes", "4", "--ranks-per-node", "4", "--ep", "16"],
         )
     ):
         words = ["plan", "--model", str(model), "--cluster", "gb200_nvl72", *sizes]
@@ -230,9 +230,8 @@ def test_a_rack_is_one_node_of_many_hosts(capsys: pytest.CaptureFixture[str]) ->
     assert set(whole["shape"]["layout"]["nodes"]) == {0}
     part = document(capsys, *rack, "--nodes", "2", "--ranks-per-node", "64", "--ep", "128")
     assert part["shape"]["layout"]["nodes"] == [0] * 64 + [1] * 64
-    # Two ranks of each of four hosts still share their rack.
-    hosts = document(capsys, *rack, "--nodes", "4", "--ranks-per-node", "2", "--ep", "8")
-    assert set(hosts["shape"]["layout"]["nodes"]) == {0}
+    with pytest.raises(ValueError, match=r"ranks_per_node: got 2, must be a multiple of 4"):
+        load_cluster("gb200_nvl72").of_job(2)
 
 
 def test_a_job_has_its_share_of_the_interfaces() -> None:
