@@ -73,7 +73,10 @@ class Calibration:
             [
                 table(COLUMNS, rows, cluster.name),
                 *(f"communicator of {name}: CTAs {text}" for name, text in self.ctas.items()),
-                *(f"contention: {entry}" for entry in cluster.contention),
+                *(
+                    f"contention: {first} is {factor:g} times as slow beside {second}"
+                    for first, second, factor in cluster.contention
+                ),
                 f"medians of {counted(self.runs, 'run')} or more",
             ]
         )

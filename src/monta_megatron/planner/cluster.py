@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from monta_megatron.chains.program import Policy, PricedOperation, Resource
 from monta_megatron.common.nodes import consecutive_nodes, number_nodes
@@ -18,9 +18,10 @@ from monta_megatron.common.rules import (
 from monta_megatron.common.units import Rate, bytes_of_gb, counted
 from monta_megatron.planner.curves import (
     BY_NAME,
-    RESOURCE_NAMES,
+    NAMES,
     RESOURCES,
     Curve,
+    ResourceName,
     published_curves,
 )
 
@@ -29,6 +30,9 @@ FASTEST_NIC = Rate(100.0)
 # If a cluster has no curve for an operation, this similar operation stands in for it.
 STANDS_IN: dict[PricedOperation, PricedOperation] = {"allgather": "alltoall", "sum": "copy"}
 
+# A resource is slower by a factor while another is busy: 1 if it is not affected, 2 if it runs at
+# half its rate.
+Contention: TypeAlias = tuple[ResourceName, ResourceName, PositiveFloat]
 # The slow and the fast end of what was published.
 End: TypeAlias = Literal[0, 1]
 
@@ -113,51 +117,6 @@ class HostCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contention:
-    """Factors by which operations on two resources slow each other while both run.
-
-    Attributes:
-        pair: two resources.
-        factor: slowdown of the first one: 1 if the other does not affect it, 2 if it runs at
-            half its rate.
-        factor_of_second: slowdown of the second one.
-    """
-
-    pair: tuple[Resource, Resource]
-    factor: float
-    factor_of_second: float
-
-    RULE: ClassVar[str] = (
-        "two resources and the factor >= 1 by which each slows the other, such as "
-        "node_link memory 1.3 1.1 (resources: network, node_link, memory)"
-    )
-
-    def __post_init__(self) -> None:
-        for factor in (self.factor, self.factor_of_second):
-            require(1 <= factor < math.inf, "contention", factor, f"be {self.RULE}")
-
-    @classmethod
-    def from_text(cls, text: str) -> "Contention":
-        """Read "node_link memory 1.3 1.1".
-
-        Raises:
-            ValueError: the text is no such row.
-        """
-        first, second, factor, factor_of_second = text.split()
-        require({first, second} <= BY_NAME.keys(), "contention", text, f"be {cls.RULE}")
-        return cls(
-            pair=(BY_NAME[first], BY_NAME[second]),
-            factor=float(factor),
-            factor_of_second=float(factor_of_second),
-        )
-
-    def __str__(self) -> str:
-        """The row that `from_text` reads back to an equal value."""
-        names = " ".join(RESOURCE_NAMES[resource].replace(" ", "_") for resource in self.pair)
-        return f"{names} {self.factor:g} {self.factor_of_second:g}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes and costs; `cluster_file` shows its file.
 
@@ -176,7 +135,7 @@ class Cluster:
         memory: of a rank's memory.
         host: host time per operation.
         curves: measured on such nodes, one for each operation, resource and group size.
-        contention: of pairs that were measured; see `factor` for the others.
+        contention: measured; see `factor` for other pairs.
     """
 
     name: Text
@@ -202,8 +161,11 @@ class Cluster:
             needed = "copy" if resource == "memory" else "alltoall"
             has_curve = any(key[:2] == (needed, resource) for key in keys)
             if resource not in self.links and not has_curve:
-                name = RESOURCE_NAMES[resource].replace(" ", "_")
-                raise ValueError(f"{name}: missing, must be given, or {needed} of it in curves")
+                raise ValueError(
+                    f"{NAMES[resource]}: missing, must be given, or {needed} of it in curves"
+                )
+        for *_, factor in self.contention:
+            require(factor >= 1, "contention", factor, "be a factor >= 1")
         for name in ("node_link", "memory"):
             link = getattr(self, name)
             if link is not None and link.rate is not None:
@@ -256,9 +218,8 @@ class Cluster:
         scaled, link = replace(self, curves=curves), self.links.get(resource)
         if link is None:
             return scaled
-        name = next(name for name, named in BY_NAME.items() if named == resource)
         link = replace(link, rate_ratio=link.rate_ratio * ratio)
-        return replace(scaled, **{name: link})  # type: ignore[arg-type]
+        return replace(scaled, **{NAMES[resource]: link})  # type: ignore[arg-type]
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -412,7 +373,6 @@ class Cluster:
             left = memory - 2 * rate.gbytes_per_s
             factor = min(memory / left, 2.0) if left > 0 else 2.0
             factors[link, "memory"] = factors["memory", link] = factor
-        for entry in self.contention:
-            factors[entry.pair] = entry.factor
-            factors[entry.pair[::-1]] = entry.factor_of_second
+        for first, second, factor in self.contention:
+            factors[BY_NAME[first], BY_NAME[second]] = factor
         return factors

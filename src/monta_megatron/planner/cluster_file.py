@@ -16,15 +16,15 @@ is the likely one.
     host: {speed: 1.25, range: [0.5, 1.9], source: docs/calibration.md}
 
 A calibration writes what it measured as rows in place of the figures: `curves` (operation,
-resource, ranks, then bytes that leave a rank:us) and `contention` (two resources, and by how much
-each slows the other).
+resource, ranks, then bytes that leave a rank:us) and `contention` (a resource, another, and by how
+much the second slows the first).
 
     policy: host
     host: {collective_us: 525.7, operation_us: 0, counts_us: 3370.7, ..., source: monta calibrate}
     curves:
     - alltoall network 8 5120:6106 20480:6584 81920:8344
     - copy memory 1 20480:12 81920:30
-    contention: [network memory 1.1 1.6]
+    contention: [[network, memory, 1.1], [memory, network, 1.6]]
 
 `cluster.Cluster` and its parts say what each key means.
 """
