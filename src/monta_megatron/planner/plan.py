@@ -200,14 +200,12 @@ def _candidate(of: Price, selection: Selection) -> Candidate:
 
 def _why_rejected(of: Price, selection: Selection) -> str | None:
     """Why something that can run was not chosen; None if it was."""
-    chosen, name = selection.price, selection.price.choice.name
+    chosen = selection.price
     if of is chosen:
         return None
     if of not in selection.rivals:
         plainest = next(each for each in selection.rivals if each.times == of.times)
         return f"the same as {plainest.choice.name} at this layout"
-    if of.total_us == chosen.total_us:
-        return f"as fast as {name}, which is plainer"
     if of.total_us < chosen.total_us:
         return (
             f"{percent(chosen, of)} faster, within the margin of {MARGIN:.0%} for a plainer chain"
