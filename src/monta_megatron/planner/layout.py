@@ -23,7 +23,7 @@ from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
 from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.models.model import HYBRID_PATTERNS, Model, Reader
-from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.routing import UniformRouting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,16 +158,14 @@ def _kinds(layout: Layout, routing: Routing) -> Sequence[Hashable]:
     return list(zip(*on_node, strict=True))
 
 
-def shape_of_model(
-    model: Model, layout: Layout, tokens_per_rank: int, routing: Routing | None = None
-) -> Shape:
-    """A model's exchange, with the model's own router unless a routing is given."""
+def shape_of_model(model: Model, layout: Layout, tokens_per_rank: int) -> Shape:
+    """A model's exchange, with the model's own router."""
     return Shape(
         layout=layout,
         hidden_size=model.row_size,
         value_bytes=model.value_bytes,
         prob_bytes=model.prob_bytes,
-        routing=uniform_routing(model) if routing is None else routing,
+        routing=uniform_routing(model),
         tokens_per_rank=tokens_per_rank,
     )
 
@@ -177,7 +175,6 @@ def shapes_of(
     layout: ParallelLayout,
     ranks_per_node: int,
     tokens_per_rank: int | None = None,
-    routings: Sequence[Routing] | None = None,
 ) -> list[Shape]:
     """One shape for every way in which the layout's exchanges lie on the nodes.
 
@@ -186,15 +183,10 @@ def shapes_of(
         layout: how the ranks are grouped.
         ranks_per_node: ranks joined by the node link.
         tokens_per_rank: None for the number that follows from the model's batch.
-        routings: of each of `exchanges`; None for the model's own router.
     """
     tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
     places = exchanges(layout, model.num_experts, ranks_per_node)
-    given: Sequence[Routing | None] = routings or [None] * len(places)
-    return [
-        shape_of_model(model, place, tokens, routing)
-        for place, routing in zip(places, given, strict=True)
-    ]
+    return [shape_of_model(model, place, tokens) for place in places]
 
 
 def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iteration:

@@ -2,19 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 
 from monta_megatron.chains.program import Phase
-from monta_megatron.common.rules import require
 from monta_megatron.common.units import counted, size_text, time_text
-from monta_megatron.core import Routing, Shape
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges, shapes_of, uniform_routing
+from monta_megatron.planner.layout import ParallelLayout, shapes_of
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import HEADROOM, training_memory
 from monta_megatron.planner.plan import slowest_plan
-from monta_megatron.planner.routing.drawn import expected_routing, skewed_routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +52,6 @@ def rank_layouts(
     cp: int = 1,
     pp: int | None = None,
     tokens: int | None = None,
-    routing: str = "uniform",
     phase: Phase = "forward_backward",
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
@@ -71,7 +66,6 @@ def rank_layouts(
         world_size, cp: the same for all layouts.
         pp: pipeline stages; None for as many as it takes.
         tokens: of a rank; None for the model's batch.
-        routing: see `routing_of`.
         phase: the phase to choose for.
 
     Raises:
@@ -87,7 +81,7 @@ def rank_layouts(
     found: list[RankedLayout] = []
     needed: list[float | None] = []
     for layouts in by_exchange.values():
-        shapes = routed_shapes(model, cluster, layouts[0], tokens, routing)
+        shapes = shapes_of(model, layouts[0], cluster.ranks_per_node, tokens)
         num_tokens, peak_bytes, plan = shapes[0].tokens_per_rank, 0.0, None
         for layout in layouts:
             memory = training_memory(model, cluster, layout, num_tokens, peak_bytes)
@@ -169,41 +163,3 @@ def layouts_of(
 def divisors(number: int) -> list[int]:
     """All of them, the smallest first."""
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def routed_shapes(
-    model: Model, cluster: Cluster, layout: ParallelLayout, tokens: int | None, routing: str
-) -> list[Shape]:
-    """The exchanges of a layout, one for each way in which they lie on the nodes.
-
-    Args:
-        model, cluster, layout: of the training.
-        tokens: of a rank; None for the model's batch.
-        routing: see `routing_of`.
-
-    Raises:
-        ValueError: the routing does not fit an exchange.
-    """
-    places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
-    routings = [routing_of(routing, model, place.num_nodes) for place in places]
-    return shapes_of(model, layout, cluster.ranks_per_node, tokens, routings)
-
-
-def routing_of(name: str, model: Model, num_nodes: int) -> Routing:
-    """The routing of a name, see `planner.routing.drawn`, over so many nodes.
-
-    Raises:
-        ValueError: the nodes cannot share the experts evenly.
-    """
-    if name == "uniform":
-        return uniform_routing(model)
-    experts, topk = model.num_experts, model.moe_router_topk
-    if name == "skewed":
-        return _skewed(experts, topk)
-    rule = f"divide the {experts} experts evenly, for --routing {name}"
-    require(experts % num_nodes == 0, "nodes of an exchange", num_nodes, rule)
-    return expected_routing(name, experts, topk, num_nodes)
-
-
-# A ranking asks for every layout.
-_skewed = cache(skewed_routing)
