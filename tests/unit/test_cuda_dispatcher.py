@@ -33,7 +33,6 @@ from monta_megatron.integration import count_sources, dispatcher, planning
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import planner_for
-from monta_megatron.planner.cluster import KernelChoice
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.price import lower_expected
@@ -141,7 +140,7 @@ def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: str) -> None:
     )
     planned = plan(
         model=model,
-        cluster=load_cluster("h100_8x_ndr").with_kernel_choice(kernels),
+        cluster=load_cluster("h100_8x_ndr").with_kernels(kernels == "auto"),
         world_size=16,
         ep=16,
         tp=1,
