@@ -106,9 +106,9 @@ def reduce_scatter(builder: "ChunkBuilder", at: int) -> None:
     it waits a step later.
     """
     name = f"sum of {builder.stages[at].stage.name}"
-    # Written by the `reduce` of the stage before, if there is one that rounds terms for the wire.
-    reduces = [each for each in builder.operations[-1:] if each.kind == "reduce"]
-    unrounded = reduces[0].unrounded if reduces else None
+    # This rank's term, if the operation before is a `reduce` that rounds terms for the wire.
+    before = builder.operations[-1] if builder.operations else None
+    unrounded = before.unrounded if before is not None and before.kind == "reduce" else None
     builder.add_collective("alltoall", at, repeats=builder.stages[at].group_size)
     terms = builder.buffers[builder.current]
     reads = [terms.series] if unrounded is None else [terms.series, unrounded]

@@ -14,8 +14,6 @@ FILES = {
     "configs/models",
     "cluster": "a file, or a preset by its name in configs/clusters",
 }
-JOB = ("world-size", "nodes", "ranks-per-node")
-BATCH = ("tokens", "seq-length", "micro-batch-size")
 # Flag -> how its value is read, and help.
 FLAGS = {
     "world-size": (whole(1), "all ranks (default: those of the cluster)"),

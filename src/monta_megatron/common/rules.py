@@ -28,7 +28,6 @@ class Rule:
 
 SCALARS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 PositiveInt = Annotated[int, Rule("an integer >= 1", lambda value: value >= 1)]
-NonNegativeInt = Annotated[int, Rule("an integer >= 0", lambda value: value >= 0)]
 PositiveFloat = Annotated[float, Rule("a number > 0", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, Rule("a number >= 0", lambda value: value >= 0)]
 Text = Annotated[str, Rule("a text that is not empty", lambda value: value.strip() != "")]
