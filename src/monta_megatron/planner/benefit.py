@@ -21,13 +21,11 @@ class Iteration:
 
     Attributes:
         num_moe_layers: MoE layers of that stage; None where they are not known.
-        is_lower_bound: whether that stage may have more MoE layers.
         num_stages: pipeline stages.
         num_micro_batches: None where the batch is not known.
     """
 
     num_moe_layers: int | None = None
-    is_lower_bound: bool = False
     num_stages: int = 1
     num_micro_batches: int | None = None
 
@@ -80,7 +78,6 @@ class Benefit:
             "ratio_range": self.ratio_range,
             "saved_us": self.saved_us,
             "moe_layers": self.iteration.num_moe_layers,
-            "moe_layers_is_lower_bound": self.iteration.is_lower_bound,
             "micro_batches": self.iteration.num_micro_batches,
             "saved_s_per_iteration": None if times is None else self.saved_us * times / 1e6,
             "percent": self.percent,
@@ -94,18 +91,17 @@ class Benefit:
             return "plain alltoall is chosen: no gain over stock"
         iteration, total_us = self.iteration, abs(self.saved_us)
         factors, per = [time_text(total_us)], []
-        at_least = "at least " * iteration.is_lower_bound
         of_stage = " of a pipeline stage" * (iteration.num_stages > 1)
-        for number, noun, before, behind in (
-            (iteration.num_moe_layers, "MoE layer", at_least, of_stage),
-            (iteration.num_micro_batches, "micro-batch", "", ""),
+        for number, noun, behind in (
+            (iteration.num_moe_layers, "MoE layer", of_stage),
+            (iteration.num_micro_batches, "micro-batch", ""),
         ):
             if number is None:
                 per.append(noun)
             else:
-                factors.append(before + counted(number, noun) + behind)
+                factors.append(counted(number, noun) + behind)
                 total_us *= number
-        product = f" = {at_least}{time_text(total_us)}" if len(factors) > 1 else ""
+        product = f" = {time_text(total_us)}" if len(factors) > 1 else ""
         verb, share = ("saves", "of") if self.saved_us >= 0 else ("loses", "on top of")
         ends = self.ratio_range
         ratios = "" if ends is None else "; {:.2f}x to {:.2f}x".format(*ends)
@@ -176,12 +172,11 @@ def share_of(
     saved_ms = (without_us - benefit.chosen_us) * times / 1e3
     exchange_share = ran_us * times / 1e3 / time_ms
     saved_share = saved_ms / (time_ms + saved_ms * has_choice)
-    at_least = "at least " * benefit.iteration.is_lower_bound
-    text += f"of which the exchange takes {at_least}{exchange_share:.0%} (predicted)"
+    text += f"of which the exchange takes {exchange_share:.0%} (predicted)"
     if exchange_share > 1:
         text += ": the costs of this cluster are not those of the run"
     else:
         against = "against plain alltoall" if has_choice else "of it"
-        text += f"; this choice saves {at_least}{saved_share:.0%} {against}"
+        text += f"; this choice saves {saved_share:.0%} {against}"
         text += f", less as {name} hides a part already" if (name := measured.hidden_by) else ""
     return IterationShare(time_ms, exchange_share, saved_share, text)

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import compress
 
 from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
@@ -200,30 +199,29 @@ def shapes_of(
 def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iteration:
     """Exchanges that an iteration waits for: those of the stage with the most MoE layers.
 
-    Where the stages cannot be told, the mean of the stages is a lower bound; it is their number if
-    no stage has room for more.
+    Stages are consecutive layers, as evenly as they can be shared; virtual stages and a split that
+    the model's arguments write out are not followed.
 
     Args:
         model: the trained model.
         pp: pipeline parallel size.
         num_micro_batches: None where the batch is not known.
     """
-    stages = stages_of_layers(model, pp)
-    mean, most = (math.ceil(layers / pp) for layers in (model.num_moe_layers, model.num_layers))
-    if stages is not None:
-        mean = most = max(Counter(compress(stages, model.moe_layers)).values(), default=0)
+    size = math.ceil(model.num_layers / pp)
+    stages = range(0, model.num_layers, size)
     return Iteration(
-        num_moe_layers=mean,
-        is_lower_bound=mean < min(most, model.num_moe_layers),
+        num_moe_layers=max(sum(model.moe_layers[first : first + size]) for first in stages),
         num_stages=pp,
         num_micro_batches=num_micro_batches,
     )
 
 
-# Arguments that name the layers of each stage, in a language of their own.
-WRITTEN_OUT = ("pipeline-model-parallel-layout", *HYBRID_PATTERNS)
-ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
-SLOTS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+# Arguments that split the layers of a model unevenly; the first have a language of their own.
+SPLITS = (
+    *("pipeline-model-parallel-layout", *HYBRID_PATTERNS),
+    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
+    *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
+)
 
 
 def uneven_stages(model: Model, pp: int) -> dict[str, int] | None:
@@ -236,53 +234,10 @@ def uneven_stages(model: Model, pp: int) -> dict[str, int] | None:
         layers would be left for the last stage.
     """
     read = Reader(model.arguments, model.name)
-    if model.num_layers % pp == 0 or any(map(read.value, (*WRITTEN_OUT, *ENDS, *SLOTS))):
+    if model.num_layers % pp == 0 or any(map(read.value, SPLITS)):
         return {}
     left = model.num_layers - math.ceil(model.num_layers / pp) * (pp - 1)
-    return {ENDS[1]: left} if left > 0 else None
-
-
-def stages_of_layers(model: Model, pp: int) -> list[int] | None:
-    """The pipeline stage of every layer, as Megatron splits them: [number of layers].
-
-    A stage has a part in every virtual stage. The embedding and the loss may count as layers.
-
-    Args:
-        model: with Megatron's arguments.
-        pp: pipeline parallel size.
-
-    Returns:
-        None where the stages are written out, or no such split is possible.
-    """
-    if pp == 1:
-        return [0] * model.num_layers
-    read = Reader({**model.arguments, **(uneven_stages(model, pp) or {})}, model.name)
-    if any(read.value(name) is not None for name in WRITTEN_OUT):
-        return None
-
-    # Step 1: layers of every stage.
-    embedding, loss = map(read.flag, SLOTS)
-    num_slots = model.num_layers + embedding + loss
-    given = {
-        stage: read.size(name, least=0)
-        for stage, name in ((0, ENDS[0]), (pp - 1, ENDS[1]))
-        if read.value(name) is not None
-    }
-    rest, num_even = num_slots - sum(given.values()), pp - len(given)
-    sizes = [given.get(stage, rest // max(num_even, 1)) for stage in range(pp)]
-
-    # Step 2: deal them out, virtual stage by virtual stage.
-    num_virtual = read.size("num-virtual-stages-per-pipeline-rank", 1)
-    of_virtual = read.optional("num-layers-per-virtual-pipeline-stage")
-    if of_virtual is not None:
-        num_virtual = sizes[0] // of_virtual
-    if sum(sizes) != num_slots or min(sizes) < 0 or num_virtual == 0:
-        return None
-    if any(size % num_virtual for size in sizes):
-        return None
-    in_turn = [stage for stage, size in enumerate(sizes) for _ in range(size // num_virtual)]
-    slots = in_turn * num_virtual
-    return slots[embedding : num_slots - loss]
+    return {"decoder-last-pipeline-num-layers": left} if left > 0 else None
 
 
 def uniform_routing(model: Model) -> UniformRouting:

@@ -25,7 +25,6 @@ def test_the_numbers() -> None:
             "ratio": 67 / 31,
             "saved_us": 3_600.0,
             "moe_layers": 24,
-            "moe_layers_is_lower_bound": False,
             "micro_batches": 32,
             "saved_s_per_iteration": 2.7648,
             "percent": 100 * 36 / 67,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from published_configs import CONFIGS, NUM_PARAMETERS
 
-from monta_megatron.planner.layout import iteration_of, stages_of_layers
+from monta_megatron.planner.layout import iteration_of
 from monta_megatron.planner.models.config_json import model_of_config
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model, model_of, with_batch
@@ -188,24 +188,19 @@ def test_a_batch_of_another_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "pp", "stages"),
+    ("frequency", "pp", "most"),
     [
-        ({}, 1, [0, 0, 0, 0]),
-        ({}, 2, [0, 0, 1, 1]),
-        ({"num_layers_per_virtual_pipeline_stage": 1}, 2, [0, 1, 0, 1]),
-        ({"decoder_last_pipeline_num_layers": 1}, 2, [0, 0, 0, 1]),
-        ({"num_layers": 2, "account_for_embedding_in_pipeline_split": True,
-          "account_for_loss_in_pipeline_split": True}, 2, [0, 1]),
-        ({}, 3, None),
-        ({"pipeline_model_parallel_layout": "Et*2|t*2L"}, 2, None),
+        ("([0]*2+[1]*2)", 1, 2),
+        # The stages 0 0 | 1 1.
+        ("([0]*2+[1]*2)", 2, 2),
+        # 1 0 | 1 0.
+        (2, 2, 1),
+        # Two layers each for the first two: 0 0 | 1 1.
+        ("([0]*2+[1]*2)", 3, 2),
+        (1, 4, 1),
     ],
-)  # fmt: skip
-def test_stages_of_layers(changes: dict[str, Any], pp: int, stages: list[int] | None) -> None:
-    assert stages_of_layers(model(**changes), pp) == stages
-
-
-def test_an_iteration_waits_for_the_stage_with_most_experts() -> None:
-    dense_first = model(moe_layer_freq="([0]*2+[1]*2)")
-    assert iteration_of(dense_first, 2, None).num_moe_layers == 2
-    unknown = iteration_of(model(moe_layer_freq="([0]*2+[1]*2)", num_layers=4), 3, None)
-    assert (unknown.num_moe_layers, unknown.is_lower_bound) == (1, True)
+)
+def test_an_iteration_waits_for_the_stage_with_most_experts(
+    frequency: Any, pp: int, most: int
+) -> None:
+    assert iteration_of(model(moe_layer_freq=frequency), pp, None).num_moe_layers == most
