@@ -69,13 +69,7 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> PlannedRun:
     # Step 2: plan the exchanges that the dispatcher will have to plan.
     chains, num_chunks = _candidates(arguments)
     plan, shape = slowest_plan(exchanges.shapes, cluster, chains=chains, num_chunks=num_chunks)
-    memory = training_memory(
-        model,
-        cluster,
-        layout,
-        shape.tokens_per_rank,
-        plan.chosen.peak_bytes or 0.0,
-    )
+    memory = training_memory(model, cluster, layout, shape.tokens_per_rank)
     benefit = replace(
         plan.benefit or _over_alltoall(plan, shape, cluster),
         iteration=iteration_of(model, layout.pp, num_micro_batches(arguments, layout.dp)),

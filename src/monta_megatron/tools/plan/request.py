@@ -127,7 +127,7 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
     require(shapes[0].tokens_per_rank <= MOST_TOKENS, "tokens", shapes[0].tokens_per_rank, rule)
     plan, shape = slowest_plan(shapes, cluster, phase=phase, **settings)
     plan = with_ranges(plan, shape, cluster)
-    tokens, peak_bytes = shape.tokens_per_rank, plan.chosen.peak_bytes or 0.0
+    tokens = shape.tokens_per_rank
     notes = [*plan.notes, *cluster.notes_on(layout.world_size), *model.notes]
     for name, layers in (uneven_stages(model, layout.pp) or {}).items():
         notes.insert(0, f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}")
@@ -147,7 +147,7 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         ranking=ranking,
         plan=replace(plan, notes=tuple(notes)),
         shape=shape,
-        memory=training_memory(model, cluster, layout, tokens, peak_bytes),
+        memory=training_memory(model, cluster, layout, tokens),
         benefit=plan.benefit and replace(plan.benefit, iteration=iteration),
     )
 
