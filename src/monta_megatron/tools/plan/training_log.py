@@ -13,8 +13,6 @@ from statistics import median
 from typing import Any
 
 from monta_megatron.common.rules import require
-from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
-from monta_megatron.planner.benefit import Measured
 from monta_megatron.planner.models.model import Reader, model_of
 from monta_megatron.tools.launch.arguments import DISPATCHER, PARALLEL_ARGUMENTS
 from monta_megatron.tools.launch.log import ITERATION, TIME_MS, not_repeated
@@ -139,20 +137,15 @@ class TrainingLog:
         return replace(request, model=model, **changes)
 
     @property
-    def measured(self) -> Measured:
+    def iteration_ms(self) -> float:
         """The median iteration without the first tenth, in which everything starts."""
-        read, times_ms = Reader(self.arguments, self.file), self.times_ms
-        ran, overlap = (
-            str(read.value(DISPATCHER) or "allgather"),
-            "overlap-moe-expert-parallel-comm",
-        )
-        is_ours = ran == DISPATCHER_TYPE
-        return Measured(
-            iteration_ms=median(times_ms[max(1, len(times_ms) // 10) :] or times_ms),
-            ran=str(read.value("moe-monta-chain") or AUTO) if is_ours else ran,
-            is_ours=is_ours,
-            hidden_by=overlap if read.flag(overlap) else "",
-        )
+        times_ms = self.times_ms
+        return median(times_ms[max(1, len(times_ms) // 10) :] or times_ms)
+
+    @property
+    def dispatcher(self) -> str:
+        """The dispatcher that ran, by Megatron's name."""
+        return self.said.get(DISPATCHER.replace("-", "_"), "allgather")
 
 
 def read_training_log(path: Path) -> TrainingLog:
