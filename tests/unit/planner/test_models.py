@@ -8,7 +8,7 @@ from published_configs import CONFIGS, NUM_PARAMETERS
 from monta_megatron.planner.layout import iteration_of
 from monta_megatron.planner.models.config_json import model_of_config
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.model import Model, model_of, with_batch
+from monta_megatron.planner.models.model import Model, model_of
 
 # H = 8, 2 heads, 4 experts of FFN size 16, gated.
 SMALL: dict[str, Any] = {
@@ -179,12 +179,6 @@ def test_a_wrong_argument_is_one_line(changes: dict[str, Any], line: str) -> Non
     with pytest.raises(ValueError) as error:
         model(**changes)
     assert str(error.value).startswith(f"a.yaml: {line}"), error.value
-
-
-def test_a_batch_of_another_training() -> None:
-    assert with_batch(model(), 128, None).seq_length == 128
-    assert with_batch(model(), None, 7).micro_batch_size == 7
-    assert with_batch(model()) == model()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ Notation: H = hidden size, L = layers.
 import ast
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -209,17 +209,6 @@ def model_of(
         num_parameters=num_parameters,
         notes=notes,
         arguments=arguments,
-    )
-
-
-def with_batch(
-    model: Model, seq_length: int | None = None, micro_batch_size: int | None = None
-) -> Model:
-    """A model with the batch of a training; None leaves the one that it has."""
-    return replace(
-        model,
-        seq_length=seq_length or model.seq_length,
-        micro_batch_size=micro_batch_size or model.micro_batch_size,
     )
 
 

@@ -13,7 +13,7 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
 from monta_megatron.planner.layout import ParallelLayout, iteration_of, uneven_stages
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.model import Model, with_batch
+from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
 from monta_megatron.planner.plan import Plan, slowest_plan, with_ranges
 from monta_megatron.planner.ranking import RankedLayout, rank_layouts, routed_shapes
@@ -99,7 +99,11 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
     """
     # Step 1: model and cluster.
     model = request.model if isinstance(request.model, Model) else load_model(request.model)
-    model = with_batch(model, request.seq_length, request.micro_batch_size)
+    model = replace(
+        model,
+        seq_length=request.seq_length or model.seq_length,
+        micro_batch_size=request.micro_batch_size or model.micro_batch_size,
+    )
     cluster = cluster_of(request.cluster).of_job(request.ranks_per_node)
     if request.inter_rate_ratio is not None:
         cluster = with_inter_rate(cluster, request.inter_rate_ratio)
