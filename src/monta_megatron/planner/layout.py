@@ -20,7 +20,6 @@ from functools import lru_cache
 
 from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
-from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.models.model import HYBRID_PATTERNS, Model, Reader
 from monta_megatron.planner.routing.expected import UniformRouting
 
@@ -196,24 +195,14 @@ def shapes_of(
     ]
 
 
-def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iteration:
-    """Exchanges that an iteration waits for: those of the stage with the most MoE layers.
+def most_moe_layers(model: Model, pp: int) -> int:
+    """MoE layers of the pipeline stage with the most of them.
 
     Stages are consecutive layers, as evenly as they can be shared; virtual stages and a split that
     the model's arguments write out are not followed.
-
-    Args:
-        model: the trained model.
-        pp: pipeline parallel size.
-        num_micro_batches: None where the batch is not known.
     """
     size = math.ceil(model.num_layers / pp)
-    stages = range(0, model.num_layers, size)
-    return Iteration(
-        num_moe_layers=max(sum(model.moe_layers[first : first + size]) for first in stages),
-        num_stages=pp,
-        num_micro_batches=num_micro_batches,
-    )
+    return max(sum(model.moe_layers[n : n + size]) for n in range(0, model.num_layers, size))
 
 
 # Arguments that split the layers of a model unevenly; the first have a language of their own.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from published_configs import CONFIGS, NUM_PARAMETERS
 
-from monta_megatron.planner.layout import iteration_of
+from monta_megatron.planner.layout import most_moe_layers
 from monta_megatron.planner.models.config_json import model_of_config
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model, model_of
@@ -194,7 +194,5 @@ def test_a_wrong_argument_is_one_line(changes: dict[str, Any], line: str) -> Non
         (1, 4, 1),
     ],
 )
-def test_an_iteration_waits_for_the_stage_with_most_experts(
-    frequency: Any, pp: int, most: int
-) -> None:
-    assert iteration_of(model(moe_layer_freq=frequency), pp, None).num_moe_layers == most
+def test_moe_layers_of_the_stage_with_the_most(frequency: Any, pp: int, most: int) -> None:
+    assert most_moe_layers(model(moe_layer_freq=frequency), pp) == most

@@ -13,7 +13,7 @@ from monta_megatron.core import Shape
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import iteration_of
+from monta_megatron.planner.layout import most_moe_layers
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
 from monta_megatron.planner.plan import Plan, slowest_plan
 from monta_megatron.planner.price import price
@@ -72,7 +72,8 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> PlannedRun:
     memory = training_memory(model, cluster, layout, shape.tokens_per_rank)
     benefit = replace(
         plan.benefit or _over_alltoall(plan, shape, cluster),
-        iteration=iteration_of(model, layout.pp, num_micro_batches(arguments, layout.dp)),
+        num_moe_layers=most_moe_layers(model, layout.pp),
+        num_micro_batches=num_micro_batches(arguments, layout.dp),
     )
     return PlannedRun(
         plan=plan, memory=memory, benefit=benefit, notes=(*notes, f"needs {memory.text}")

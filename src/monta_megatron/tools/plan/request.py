@@ -11,7 +11,7 @@ from monta_megatron.core import Shape
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
-from monta_megatron.planner.layout import ParallelLayout, iteration_of, uneven_stages
+from monta_megatron.planner.layout import ParallelLayout, most_moe_layers, uneven_stages
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
@@ -142,7 +142,10 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         rule = f"be a multiple of {step}, the sequences of a micro-batch on all data parallel ranks"
         require(batch % step == 0, "--global-batch-size", batch, rule)
         number = math.ceil(batch // step * layout.tokens_per_rank(model) / tokens)
-    iteration = iteration_of(model, layout.pp, number)
+    moe_layers = most_moe_layers(model, layout.pp)
+    benefit = plan.benefit and replace(
+        plan.benefit, num_moe_layers=moe_layers, num_micro_batches=number
+    )
     return Planned(
         request=request,
         model=model,
@@ -152,7 +155,7 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         plan=replace(plan, notes=tuple(notes)),
         shape=shape,
         memory=training_memory(model, cluster, layout, tokens),
-        benefit=plan.benefit and replace(plan.benefit, iteration=iteration),
+        benefit=benefit,
     )
 
 
