@@ -167,12 +167,13 @@ def test_rows_have_the_latent_size() -> None:
         ({"moe_layer_freq": "open('x')"}, "moe-layer-freq: got"),
         ({"moe_layer_freq": "[0]*4"}, "moe-layer-freq: got '[0]*4', must be such that a layer has"),
         ({"hybrid_layer_pattern": "MXE"}, "hybrid-layer-pattern: got 'MXE', must be a pattern of"),
-        ({"moe_router_num_groups": 3}, "moe-router-num-groups: got 3, must be a divisor of 4"),
-        (
-            {"moe_router_num_groups": 4, "moe_router_group_topk": 1},
-            "moe-router-group-topk: got 1, must be such that moe-router-topk (2) experts are left",
+        *(
+            (
+                {"moe_router_num_groups": groups, "moe_router_group_topk": topk},
+                f"moe-router-num-groups: got {groups}, must be a divisor of the 4 experts, with",
+            )
+            for groups, topk in ((3, 3), (4, 1), (2, 3), (2, None), (None, 1))
         ),
-        ({"moe_router_group_topk": 1}, "moe-router-num-groups: got None, must be given with"),
     ],
 )
 def test_a_wrong_argument_is_one_line(changes: dict[str, Any], line: str) -> None:

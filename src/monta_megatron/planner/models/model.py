@@ -179,7 +179,12 @@ def model_of(
     read.require(topk <= experts, "moe-router-topk", f"at most num-experts ({experts})")
     rule = f"such that a layer has experts, of num-layers ({len(layers)})"
     read.require(any(layers), "moe-layer-freq", rule)
-    _check_groups(read, experts, topk, groups, group_topk)
+    if groups is not None or group_topk is not None:
+        rule = f"a divisor of the {experts} experts, with as many or fewer in "
+        rule += f"moe-router-group-topk that hold the {topk} experts of a token"
+        total, chosen = groups or 0, group_topk or 0
+        holds = 1 <= chosen <= total and experts % total == 0 and experts // total * chosen >= topk
+        read.require(holds, "moe-router-num-groups", rule)
     low_precision = read.flag("bf16", "fp16")
     value_bytes = 2 if low_precision else 4
     row_size = read.size("moe-latent-size", hidden_size)
@@ -210,20 +215,6 @@ def model_of(
         notes=notes,
         arguments=arguments,
     )
-
-
-def _check_groups(
-    read: Reader, experts: int, topk: int, groups: int | None, group_topk: int | None
-) -> None:
-    if groups is None and group_topk is None:
-        return
-    chosen, name = group_topk or 0, "moe-router-group-topk"
-    read.require(groups is not None, "moe-router-num-groups", f"given with {name}")
-    assert groups is not None
-    read.require(experts % groups == 0, "moe-router-num-groups", f"a divisor of {experts} experts")
-    read.require(1 <= chosen <= groups, name, f"from 1 to moe-router-num-groups ({groups})")
-    rule = f"such that moe-router-topk ({topk}) experts are left to choose from"
-    read.require(chosen * (experts // groups) >= topk, name, rule)
 
 
 def _num_parameters(
