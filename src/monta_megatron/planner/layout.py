@@ -96,30 +96,26 @@ class ParallelLayout:
         return model.seq_length * model.micro_batch_size // (self.tp * self.cp)
 
 
-def exchanges(layout: ParallelLayout, num_experts: int, ranks_per_node: int) -> tuple[Layout, ...]:
-    """A layout's exchanges, one for each way they lie on the nodes, each as its first rank sees it.
+def exchange_of(layout: ParallelLayout, num_experts: int, ranks_per_node: int) -> Layout:
+    """The exchange of a layout that lies on the most nodes, as its first rank sees it.
 
     Megatron numbers the expert ranks of a pipeline stage with ETP fastest, then EP, so an exchange
-    is a run of consecutive ranks. If its size fits the nodes, all of them lie in the same way.
+    is a run of consecutive ranks. If its size fits the nodes, all of them lie in the same way;
+    otherwise the others wait for this one.
     """
     size = layout.exchange_size
-    # After this many exchanges the pattern repeats.
-    period = math.lcm(size, ranks_per_node) // size
-    patterns: dict[tuple[int, ...], None] = {}
-    for index in range(min(period, layout.world_size // size)):
-        first = index * size
-        first_node = first // ranks_per_node
-        nodes = tuple((first + rank) // ranks_per_node - first_node for rank in range(size))
-        patterns.setdefault(nodes)
-    return tuple(
-        Layout(
-            ep=layout.ep,
-            etp=layout.etp,
-            num_local_experts=num_experts // layout.ep,
-            rank=0,
-            nodes=nodes,
-        )
-        for nodes in patterns
+    # After so many ranks the pattern repeats.
+    period = min(math.lcm(size, ranks_per_node), layout.world_size)
+    patterns = (
+        tuple((first + rank) // ranks_per_node - first // ranks_per_node for rank in range(size))
+        for first in range(0, period, size)
+    )
+    return Layout(
+        ep=layout.ep,
+        etp=layout.etp,
+        num_local_experts=num_experts // layout.ep,
+        rank=0,
+        nodes=max(patterns, key=lambda nodes: nodes[-1]),
     )
 
 
@@ -156,43 +152,24 @@ def _kinds(layout: Layout, routing: Routing) -> Sequence[Hashable]:
     return list(zip(*on_node, strict=True))
 
 
-def shape_of_model(
-    model: Model, layout: Layout, tokens_per_rank: int, routing: Routing | None = None
-) -> Shape:
-    """A model's exchange, with the model's own router unless a routing is given."""
+def shape_of_model(model: Model, layout: Layout, tokens_per_rank: int) -> Shape:
+    """A model's exchange, with the model's own router."""
     return Shape(
         layout=layout,
         hidden_size=model.row_size,
         value_bytes=model.value_bytes,
         prob_bytes=model.prob_bytes,
-        routing=uniform_routing(model) if routing is None else routing,
+        routing=uniform_routing(model),
         tokens_per_rank=tokens_per_rank,
     )
 
 
-def shapes_of(
-    model: Model,
-    layout: ParallelLayout,
-    ranks_per_node: int,
-    tokens_per_rank: int | None = None,
-    routings: Sequence[Routing] | None = None,
-) -> list[Shape]:
-    """One shape for every way in which the layout's exchanges lie on the nodes.
-
-    Args:
-        model: the trained model.
-        layout: how the ranks are grouped.
-        ranks_per_node: ranks joined by the node link.
-        tokens_per_rank: None for the number that follows from the model's batch.
-        routings: of each of `exchanges`; None for the model's own router.
-    """
+def shape_of_layout(
+    model: Model, layout: ParallelLayout, ranks_per_node: int, tokens_per_rank: int | None = None
+) -> Shape:
+    """The exchange of a layout; without tokens, those that follow from the model's batch."""
     tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
-    places = exchanges(layout, model.num_experts, ranks_per_node)
-    given: Sequence[Routing | None] = routings or [None] * len(places)
-    return [
-        shape_of_model(model, place, tokens, routing)
-        for place, routing in zip(places, given, strict=True)
-    ]
+    return shape_of_model(model, exchange_of(layout, model.num_experts, ranks_per_node), tokens)
 
 
 def most_moe_layers(model: Model, pp: int) -> int:

@@ -1,6 +1,5 @@
 """Plans: the selected chain, every candidate with its numbers, and why each was rejected."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -206,25 +205,6 @@ def plan_of(selection: Selection) -> Plan:
         ),
         rates=cluster.rates,
     )
-
-
-def slowest_plan(shapes: Sequence[Shape], cluster: Cluster, **settings: Any) -> tuple[Plan, Shape]:
-    """The slowest of the shapes' plans, and its shape: that exchange holds up the others.
-
-    Args:
-        shapes: one for every way in which the exchanges of a layout lie on the nodes.
-        cluster: the cluster it runs on.
-        settings: passed to `select.select_chain`.
-
-    Raises:
-        ValueError: no chain can run.
-    """
-    plans = [(plan(shape, cluster, **settings), shape) for shape in shapes]
-    slowest, shape = max(plans, key=lambda planned: planned[0].predicted_us)
-    if len(plans) > 1:
-        note = f"exchanges lie on the nodes in {len(plans)} ways; this is the slowest of them"
-        slowest = replace(slowest, notes=(*slowest.notes, note))
-    return slowest, shape
 
 
 def _candidate(of: Price, selection: Selection) -> Candidate:

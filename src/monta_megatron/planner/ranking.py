@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -11,11 +11,11 @@ from monta_megatron.common.rules import require
 from monta_megatron.common.units import counted, size_text, time_text
 from monta_megatron.core import Routing, Shape
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges, shapes_of, uniform_routing
+from monta_megatron.planner.layout import ParallelLayout, shape_of_layout, uniform_routing
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import HEADROOM, training_memory
-from monta_megatron.planner.plan import slowest_plan
 from monta_megatron.planner.routing.drawn import expected_routing, skewed_routing
+from monta_megatron.planner.select import select_chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +101,17 @@ def rank_layouts(
     # Step 2: the plan of each.
     ranking = []
     for layout in fitting.values():
-        shapes = routed_shapes(model, cluster, layout, tokens, routing)
-        plan, shape = slowest_plan(shapes, cluster, phase=phase)
-        num_tokens = shape.tokens_per_rank
+        shape = routed_shape(model, cluster, layout, tokens, routing)
+        num_tokens, price = shape.tokens_per_rank, select_chain(shape, cluster, phase=phase).price
         ranked = RankedLayout(
             **vars(layout),
-            num_nodes=max(shape.layout.num_nodes for shape in shapes),
+            num_nodes=shape.layout.num_nodes,
             tokens=num_tokens,
-            chain=plan.chain,
-            num_chunks=plan.num_chunks,
-            predicted_us=plan.predicted_us,
-            us_per_1k_tokens=plan.predicted_us / num_tokens * 1e3,
-            peak_bytes=plan.chosen.peak_bytes or 0.0,
+            chain=price.chain.name,
+            num_chunks=price.num_chunks,
+            predicted_us=price.total_us,
+            us_per_1k_tokens=price.total_us / num_tokens * 1e3,
+            peak_bytes=price.peak_bytes,
             needed_bytes=training_memory(model, cluster, layout, num_tokens).needed_bytes,
         )
         ranking.append(ranked)
@@ -166,10 +165,10 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def routed_shapes(
+def routed_shape(
     model: Model, cluster: Cluster, layout: ParallelLayout, tokens: int | None, routing: str
-) -> list[Shape]:
-    """The exchanges of a layout, one for each way in which they lie on the nodes.
+) -> Shape:
+    """The exchange of a layout.
 
     Args:
         model, cluster, layout: of the training.
@@ -177,11 +176,10 @@ def routed_shapes(
         routing: see `routing_of`.
 
     Raises:
-        ValueError: the routing does not fit an exchange.
+        ValueError: the routing does not fit the exchange.
     """
-    places = exchanges(layout, model.num_experts, cluster.ranks_per_node)
-    routings = [routing_of(routing, model, place.num_nodes) for place in places]
-    return shapes_of(model, layout, cluster.ranks_per_node, tokens, routings)
+    shape = shape_of_layout(model, layout, cluster.ranks_per_node, tokens)
+    return replace(shape, routing=routing_of(routing, model, shape.layout.num_nodes))
 
 
 def routing_of(name: str, model: Model, num_nodes: int) -> Routing:

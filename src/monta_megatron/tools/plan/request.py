@@ -15,8 +15,9 @@ from monta_megatron.planner.layout import ParallelLayout, most_moe_layers, uneve
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
-from monta_megatron.planner.plan import Plan, slowest_plan, with_ranges
-from monta_megatron.planner.ranking import RankedLayout, rank_layouts, routed_shapes
+from monta_megatron.planner.plan import Plan, with_ranges
+from monta_megatron.planner.plan import plan as plan_shape
+from monta_megatron.planner.ranking import RankedLayout, rank_layouts, routed_shape
 
 # An index of rows has 32 bits.
 MOST_TOKENS = 2**31 - 1
@@ -126,11 +127,10 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         raise ValueError(incompatibility)
 
     # Step 3: the chain.
-    shapes = routed_shapes(model, cluster, layout, request.tokens, routing)
+    shape = routed_shape(model, cluster, layout, request.tokens, routing)
     rule = f"be at most {MOST_TOKENS:,} on a rank"
-    require(shapes[0].tokens_per_rank <= MOST_TOKENS, "tokens", shapes[0].tokens_per_rank, rule)
-    plan, shape = slowest_plan(shapes, cluster, phase=phase, **settings)
-    plan = with_ranges(plan, shape, cluster)
+    require(shape.tokens_per_rank <= MOST_TOKENS, "tokens", shape.tokens_per_rank, rule)
+    plan = with_ranges(plan_shape(shape, cluster, phase=phase, **settings), shape, cluster)
     tokens = shape.tokens_per_rank
     notes = [*plan.notes, *cluster.notes_on(layout.world_size), *model.notes]
     for name, layers in (uneven_stages(model, layout.pp) or {}).items():
