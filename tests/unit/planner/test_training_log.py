@@ -84,21 +84,10 @@ def test_labels_in_front_of_lines(tmp_path: Path, label: str) -> None:
     assert labelled.arguments == plain.arguments
 
 
-@pytest.mark.parametrize(
-    ("said", "world_size"),
-    [
-        ({"world_size": 16}, 16),
-        ({"data_parallel_size": 4, "tensor_model_parallel_size": 2}, 8),
-        ({}, None),
-    ],
-)
-def test_world_size(tmp_path: Path, said: dict[str, int], world_size: int | None) -> None:
-    settings = {**TRAINING, **QWEN3_30B, "expert_model_parallel_size": 4, **said}
+def test_a_log_without_a_world_size(tmp_path: Path) -> None:
+    settings = {**TRAINING, **QWEN3_30B, "expert_model_parallel_size": 4}
     lines = [*arguments_block(settings), *iteration_lines([9.0] * 3)]
-    log = read(tmp_path, "\n".join(lines))
-    if world_size is not None:
-        assert request(log).world_size == world_size
-        return
+    write(tmp_path, "\n".join(lines))
     words = ["plan", "--log", str(tmp_path / "train.log"), *CLUSTER]
     assert (main(words), main([*words, "--world-size", "8"])) == (2, 0)
 

@@ -77,15 +77,12 @@ class TrainingLog:
         elif item := ITEM.search(line):
             *above, name = self._names or ("",)
             if tuple(above) in PLACES:
-                self.said[name] = f"{self.said.get(name, '[').rstrip(']')}{item[1]},]"
+                self.said[name] = f"{self.said.get(name, '').rstrip(']') or '['}{item[1]},]"
         elif key := KEY.search(line):
             while self._inside and key.start(1) <= self._inside[-1][0]:
                 self._inside.pop()
-            is_read = self._names in PLACES or (key[1] == "data_parallel_size" and not self._inside)
-            if is_read and key[2] is None:
-                self.said.pop(key[1], None)
-            elif is_read:
-                self.said[key[1]] = key[2].strip().strip("'\"")
+            if self._names in PLACES:
+                self.said[key[1]] = (key[2] or "").strip().strip("'\"")
             if key[2] is None:
                 self._inside.append((key.start(1), key[1]))
 
@@ -123,11 +120,9 @@ class TrainingLog:
         """
         read = Reader(self.arguments, self.file)
         sizes = {name: read.optional(argument) for name, argument in SIZES.items()}
-        tp = sizes["tp"] = sizes["tp"] or 1
-        # Megatron's own default.
-        sizes["etp"] = sizes["etp"] or tp
-        if sizes["world_size"] is None and (dp := read.optional("data-parallel-size")) is not None:
-            sizes["world_size"] = dp * tp * (sizes["cp"] or 1) * (sizes["pp"] or 1)
+        # Megatron's own defaults.
+        sizes["tp"] = sizes["tp"] or 1
+        sizes["etp"] = sizes["etp"] or sizes["tp"]
         changes: dict[str, Any] = {
             name: size for name, size in sizes.items() if getattr(request, name) is None
         }
@@ -154,21 +149,20 @@ def read_training_log(path: Path) -> TrainingLog:
     Raises:
         ValueError: it cannot be read, or holds no timed iteration.
     """
-    last = start = TrainingLog(f"--log: {path}")
+    log = TrainingLog(f"--log: {path}")
     try:
         with path.open(encoding="utf-8", errors="replace") as text:
             for line in text:
                 if len(line) < LONGEST_LINE and any(mark in line for mark in MARKS):
                     line = NOISE.sub("", line).rstrip()
-                    if start.timed and START.search(line):
-                        last, start = start, TrainingLog(start.file)
-                    start.add(line)
+                    if log.timed and START.search(line):
+                        log = TrainingLog(log.file)
+                    log.add(line)
     except OSError as error:
         raise ValueError(f"--log: {path}: cannot be read: {error.strerror}") from error
-    found = start if start.timed else last
-    if not found.timed:
+    if not log.timed:
         raise ValueError(
             f"--log: {path}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, "
             "must be the text, not packed, that Megatron-LM or Megatron Bridge printed"
         )
-    return found
+    return log
