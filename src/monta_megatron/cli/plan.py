@@ -20,12 +20,12 @@ examples:
   monta plan --model qwen3_30b_a3b --cluster a100_hdr --world-size 32 --ep 16 \\
       --sweep tokens=512,1k,2k,4k,8k
 """
-SWEPT = ("tokens", "world-size", "inter-rate-ratio", "ep")
+SWEPT = ("tokens", "world-size", "ep")
 # Flags that do not go with another.
 APART = {
     "log": ("model", "iteration_ms", "sweep", "out"),
     "sweep": ("chain", "iteration_ms", "out", "stages"),
-    "out": ("inter_rate_ratio", "tokens"),
+    "out": ("tokens",),
 }
 
 

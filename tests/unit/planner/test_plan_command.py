@@ -97,7 +97,6 @@ def test_the_ranking_follows_the_flags(capsys: pytest.CaptureFixture[str]) -> No
     [
         ("tokens", ["512", "4k"]),
         ("ep", ["8", "16"]),
-        ("inter-rate-ratio", ["0.5", "2"]),
         ("world-size", ["16", "32"]),
     ],
 )

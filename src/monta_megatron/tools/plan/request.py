@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monta_megatron.chains.program import Phase
-from monta_megatron.common.rules import PositiveFloat, PositiveInt, require
+from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.core import Shape
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, most_moe_layers, uneven_stages
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model
@@ -40,7 +40,6 @@ class PlanRequest:
         global_batch_size: sequences of an iteration.
         routing: of the tokens, see `planner.routing.drawn`.
         phase: the passes whose time counts.
-        inter_rate_ratio: rate of the network over the cluster file's.
     """
 
     model: Any
@@ -58,7 +57,6 @@ class PlanRequest:
     global_batch_size: PositiveInt | None = None
     routing: Literal["uniform", "skewed", "node-limited"] = "uniform"
     phase: Phase = "forward_backward"
-    inter_rate_ratio: PositiveFloat | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +104,6 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         micro_batch_size=request.micro_batch_size or model.micro_batch_size,
     )
     cluster = cluster_of(request.cluster).of_job(request.ranks_per_node)
-    if request.inter_rate_ratio is not None:
-        cluster = with_inter_rate(cluster, request.inter_rate_ratio)
     sizes: dict[str, Any] = {"world_size": cluster.num_ranks, "cp": 1}
     sizes |= {name: getattr(request, name) for name in SIZES if getattr(request, name) is not None}
     rule = f"be at most the {cluster.num_ranks} ranks of {cluster.name} (its num_nodes)"
