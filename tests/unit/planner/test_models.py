@@ -156,7 +156,8 @@ def test_rows_have_the_latent_size() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"hidden_size": "left out", "seq_length": "None"}, "hidden-size, seq-length: missing"),
+        ({"hidden_size": "left out"}, "hidden-size: missing, must be given"),
+        ({"seq_length": "None"}, "seq-length: missing, must be given"),
         ({"num_layers": "left out"}, "num-layers: missing"),
         ({"hidden_size": -1}, "hidden-size: got -1, must be an integer >= 1"),
         ({"num_experts": "many"}, "num-experts: got 'many', must be an integer >= 1"),

@@ -80,7 +80,7 @@ class Model:
 
 
 class Reader:
-    """Reads typed values of arguments; remembers what it read, and all that are missing.
+    """Reads typed values of arguments, and remembers which.
 
     Args:
         arguments: by name with dashes, without --.
@@ -89,7 +89,6 @@ class Reader:
 
     def __init__(self, arguments: Mapping[str, Any], where: str) -> None:
         self._arguments, self._where = arguments, where
-        self.missing: list[str] = []
         self._read: set[str] = set()
 
     def value(self, name: str) -> Any:
@@ -103,12 +102,13 @@ class Reader:
         return any(self.value(name) in (True, "True", "true") for name in names)
 
     def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An integer >= `least`; without a default a missing one is remembered."""
+        """An integer >= `least`; without a default it must be given."""
         value = self.value(name)
+        if value is None and default is not None:
+            return default
         if value is None:
-            if default is None:
-                self.missing.append(name)
-            return 1 if default is None else default
+            self.require_spelling()
+            raise ValueError(f"{self._where}: {name}: missing, must be given")
         number = value if type(value) is int else None
         if isinstance(value, str) and value.strip().isdecimal():
             number = int(value)
@@ -154,27 +154,19 @@ def model_of(
         notes: what a plan says of the model besides.
 
     Raises:
-        ValueError: one line that names `where`, an argument, its value and the rule; or all that
-            are missing.
+        ValueError: one line that names `where`, an argument, its value and the rule.
     """
     arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
     read = Reader(arguments, where)
     hidden_size, heads = read.size("hidden-size"), read.size("num-attention-heads")
     experts, topk = read.size("num-experts"), read.size("moe-router-topk", 2)
     layers = _moe_layers(read)
-    if layers is None:
-        read.missing.append("num-layers")
     seq_length, micro_batch_size = (read.size(size) for size in BATCH)
     # Megatron's default of a gated layer is 8/3 of H in multiples of 64.
     default = 4 * hidden_size * 2 // 3 // 64 * 64 if read.flag("swiglu") else 4 * hidden_size
     ffn = read.size("ffn-hidden-size", max(default, 1))
     moe_ffn = read.size("moe-ffn-hidden-size", ffn)
     groups, group_topk = (read.optional(f"moe-router-{x}") for x in ("num-groups", "group-topk"))
-    if read.missing:
-        read.require_spelling()
-        missing = ", ".join(dict.fromkeys(read.missing))
-        raise ValueError(f"{where}: {missing}: missing, must be given (Megatron's arguments)")
-    assert layers is not None
     read.require(experts <= MOST_EXPERTS, "num-experts", f"at most {MOST_EXPERTS}")
     read.require(topk <= experts, "moe-router-topk", f"at most num-experts ({experts})")
     rule = f"such that a layer has experts, of num-layers ({len(layers)})"
@@ -289,8 +281,8 @@ def _attention_parameters(read: Reader, hidden_size: int, num_layers: int) -> in
     return num_linear * linear + (num_layers - num_linear) * full
 
 
-def _moe_layers(read: Reader) -> list[bool] | None:
-    """Layers with experts: [number of layers], in the model's order; None without a number.
+def _moe_layers(read: Reader) -> list[bool]:
+    """Layers with experts: [number of layers], in the model's order.
 
     Raises:
         ValueError: a pattern is none of Megatron's forms, or one of other layers.
@@ -302,9 +294,7 @@ def _moe_layers(read: Reader) -> list[bool] | None:
             rule = f"a pattern of {' '.join(sorted(HYBRID_SYMBOLS))}"
             read.require(bool(symbols) and set(symbols) <= HYBRID_SYMBOLS, name, rule)
             return [symbol == EXPERTS_SYMBOL for symbol in symbols]
-    num_layers = read.optional("num-layers")
-    if num_layers is None:
-        return None
+    num_layers = read.size("num-layers")
     read.require(num_layers <= MOST_LAYERS, "num-layers", f"at most {MOST_LAYERS}")
     frequency = read.value("moe-layer-freq")
     if frequency is None:
@@ -312,7 +302,7 @@ def _moe_layers(read: Reader) -> list[bool] | None:
     layers = pattern_of(frequency, num_layers, lambda layer, every: layer % every == 0)
     rule = f"an integer >= 1, or a list of 0 and 1 for each of num-layers ({num_layers})"
     read.require(layers is not None, "moe-layer-freq", rule)
-    return layers
+    return layers or []
 
 
 def _all_but_every(layer: int, every: int) -> bool:
