@@ -5,7 +5,7 @@ iteration
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from monta_megatron.common.rules import require
@@ -56,11 +56,9 @@ class Benefit:
         """Fields of a JSON document; None for unknown values."""
         times = self.per_iteration
         return {
+            **asdict(self),
             "ratio": self.ratio,
-            "ratio_range": self.ratio_range,
             "saved_us": self.saved_us,
-            "moe_layers": self.num_moe_layers,
-            "micro_batches": self.num_micro_batches,
             "saved_s_per_iteration": None if times is None else self.saved_us * times / 1e6,
             "text": self.text,
         }
