@@ -6,7 +6,6 @@ family leaves it to its code, and keys that are not read.
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from monta_megatron.common.text import shown
@@ -64,18 +63,13 @@ NUM_SHARED = "n_shared_experts num_shared_experts moe_num_shared_experts num_sha
 # Dense layers before the first with experts, and one layer with experts of so many.
 FIRST_DENSE = "first_k_dense_replace num_dense_layers moe_layer_num_skipped moe_layer_start_index"
 STEPS = "decoder_sparse_step interleave_moe_layer_step moe_layer_interval"
-LISTS = "layer_types mlp_layer_types moe_layer_freq"
-READ = {*PARTS, *" ".join([*ALIASES.values(), NUM_SHARED, FIRST_DENSE, STEPS, LISTS]).split()}
-# Other keys with these words change the model, but for those of the second line; the number of
-# parameters rests on those of the third.
-CHANGES = re.compile("moe|expert|layer|mlp|attn|attention|residual|multiplier|scaling|bias|sliding")
+OTHERS = "mlp_layer_types moe_layer_freq topk_method norm_topk_prob tie_word_embeddings"
+READ = {*PARTS, *" ".join([*ALIASES.values(), NUM_SHARED, FIRST_DENSE, STEPS, OTHERS]).split()}
+# Other keys with these words say nothing of what is planned or trained.
 HARMLESS = re.compile(
-    "norm|loss|dropout|jitter|max_window|init|quant|_eps$|_output_gate$|^moe_layers$"
+    "token|version|architectures|dtype|cache|auto_map|model_type|vision|output|norm|loss|aux|"
+    "dropout|jitter|max_window|^moe_layers$|init|quant|_eps$|_path$|ep_size"
 )
-PARAMETERS = re.compile(
-    "^(mamba_|ssm_|attn_(type|layer)|layer_types|layers_block|linear_attn|hidden_act)"
-)
-ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
 # No config.json says how a model is trained.
 SEQ_LENGTH = 4096
 ASSUMED = {"micro-batch-size": 1, "bf16": True, "moe-router-dtype": "fp32"}
@@ -142,18 +136,21 @@ def model_of_config(data: Any, file: str) -> Model:
     arguments = {**told, **ALIKE, **assumed}
 
     # Step 3: what cannot be told.
-    unread = _unread(flat)
+    unread = [
+        name
+        for name, value in flat.items()
+        if name not in READ and not HARMLESS.search(name)
+        if value is True or value not in (None, False, 0, 1, -1, "", "silu", [])
+    ]
     score = "" if told.get("moe-router-score-function") else ", the router's scores (softmax)"
     values = ", ".join(f"{name} {value}" for name, value in assumed.items())
     notes = [UNTOLD + score, f"not in the config.json, assumed unless given: {values}"]
     if unread:
-        notes.append(f"not read, though it changes the model: {', '.join(map(shown, unread))}")
+        notes.append(f"not read: {', '.join(map(shown, unread))}")
     if isinstance(data.get("vision_config"), Mapping):
         notes.append("the text part alone: vision_config is not counted")
     given = {name: value for name, value in arguments.items() if value is not False}
-    model = model_of(given, shown(family[:60]), file, tuple(notes))
-    is_counted = not any(map(PARAMETERS.search, unread))
-    return model if is_counted else replace(model, num_parameters=None)
+    return model_of(given, shown(family[:60]), file, tuple(notes))
 
 
 def _first(flat: Mapping[str, Any], keys: str, file: str) -> Any:
@@ -172,30 +169,6 @@ def _first(flat: Mapping[str, Any], keys: str, file: str) -> Any:
         if value is not None:
             return value
     return None
-
-
-def _changes(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(each not in (1, "full_attention") for each in value)
-    return value is True or value not in (None, False, 0, 1, -1, "")
-
-
-def _unread(flat: Mapping[str, Any]) -> list[str]:
-    """Keys that are not read and change the model."""
-    unread = [
-        name
-        for name, value in flat.items()
-        if name not in READ and not HARMLESS.search(name)
-        if CHANGES.search(name) or PARAMETERS.search(name)
-        if _changes(value)
-    ]
-    if str(flat.get("hidden_act", "silu")).lower() not in ("silu", "swish", "swiglu"):
-        unread.append("hidden_act")
-    types = flat.get("layer_types")
-    known = {*ATTENTIONS, "linear_attention"} if "full_attention_interval" in flat else ATTENTIONS
-    if isinstance(types, list) and not known.issuperset(types):
-        unread.append("layer_types")
-    return unread
 
 
 def _moe_layers(flat: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
