@@ -9,7 +9,7 @@ Notation: H = hidden size, L = layers.
 
 import ast
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -183,8 +183,6 @@ def model_of(
     gate = 3 if read.flag(*GATED) else 2
     experts_of_layer = experts * gate * row_size * moe_ffn
     num_parameters = _num_parameters(read, hidden_size, layers, experts_of_layer, gate, ffn)
-    # Layers of multi-token prediction are like the last one.
-    num_more = layers[-1] * read.size("mtp-num-layers", 0, least=0)
     read.require_spelling()
     return Model(
         name=name,
@@ -202,7 +200,7 @@ def model_of(
         prob_bytes=PROB_BYTES.get(str(read.value("moe-router-dtype")), value_bytes),
         moe_router_num_groups=groups,
         moe_router_group_topk=group_topk,
-        num_expert_parameters=(sum(layers) + num_more) * experts_of_layer,
+        num_expert_parameters=sum(layers) * experts_of_layer,
         num_parameters=num_parameters,
         notes=notes,
         arguments=arguments,
@@ -217,7 +215,10 @@ def _num_parameters(
     gate: int,
     ffn: int,
 ) -> int | None:
-    """Weights of all matrices: norms and biases, less than one in a thousand, are left out.
+    """Weights of the matrices, within 1%.
+
+    Norms, biases, learned positions and multi-token prediction are left out; linear attention
+    counts as full.
 
     Args:
         read: the model's arguments.
@@ -229,28 +230,19 @@ def _num_parameters(
     """
     if read.value("vocab-size") is None or any(map(read.value, HYBRID_PATTERNS)):
         return None
-    latent = read.optional("moe-latent-size")
-    experts = read.size("num-experts")
+    latent, experts = read.optional("moe-latent-size") or 0, read.size("num-experts")
     shared = read.size("moe-shared-expert-intermediate-size", 0, least=0)
     # Of an MoE layer besides its experts: router, shared experts, projections to the latent rows.
-    beside = hidden_size * (experts + gate * shared + 2 * (latent or 0))
+    beside = hidden_size * (experts + gate * shared + 2 * latent)
     dense = gate * hidden_size * ffn
-    attention = _attention_parameters(read, hidden_size, len(layers))
-    num_moe = sum(layers)
-    total = num_moe * (experts_of_layer + beside) + (len(layers) - num_moe) * dense + attention
-    # A layer of multi-token prediction is the last layer once more, behind a projection.
-    last = experts_of_layer + beside if layers[-1] else dense
-    one_more = 2 * hidden_size**2 + attention // len(layers) + last
-    total += read.size("mtp-num-layers", 0, least=0) * one_more
+    total = len(layers) * _attention_parameters(read, hidden_size)
+    total += sum(experts_of_layer + beside if has_experts else dense for has_experts in layers)
     tables = 2 if read.flag("untie-embeddings-and-output-weights") else 1
-    total += read.size("vocab-size") * hidden_size * tables
-    if read.value("position-embedding-type") in (None, "learned_absolute"):
-        total += read.size("max-position-embeddings", 0, least=0) * hidden_size
-    return total
+    return total + read.size("vocab-size") * hidden_size * tables
 
 
-def _attention_parameters(read: Reader, hidden_size: int, num_layers: int) -> int:
-    """Weights of the attention of all layers."""
+def _attention_parameters(read: Reader, hidden_size: int) -> int:
+    """Weights of the attention of a layer."""
     heads = read.size("num-attention-heads")
     if read.flag("multi-latent-attention"):
         head, rotated = read.size("qk-head-dim", 128), read.size("qk-pos-emb-head-dim", 64)
@@ -260,25 +252,11 @@ def _attention_parameters(read: Reader, hidden_size: int, num_layers: int) -> in
             hidden_size * queries if query_rank is None else query_rank * (hidden_size + queries)
         )
         keys_and_values = hidden_size * (rank + rotated) + rank * heads * (head + value)
-        return num_layers * (query + keys_and_values + heads * value * hidden_size)
+        return query + keys_and_values + heads * value * hidden_size
     head = read.size("kv-channels", max(hidden_size // heads, 1))
     groups = read.size("num-query-groups", heads) if read.flag("group-query-attention") else heads
     gate = heads if read.flag("attention-output-gate") else 0
-    full = hidden_size * head * (2 * heads + 2 * groups + gate)
-    linear_layers = pattern_of(read.value("linear-attention-freq"), num_layers, _all_but_every)
-    num_linear = sum(linear_layers or ())
-    if not num_linear:
-        return num_layers * full
-    key_heads, value_heads = (
-        read.size(f"linear-num-{name}-heads", default)
-        for name, default in (("key", 16), ("value", 32))
-    )
-    keys = key_heads * read.size("linear-key-head-dim", 128)
-    values = value_heads * read.size("linear-value-head-dim", 128)
-    # Queries and keys, values, their gate and the output, and two numbers of each head.
-    linear = hidden_size * (2 * keys + 3 * values + 2 * value_heads)
-    linear += read.size("linear-conv-kernel-dim", 4) * (2 * keys + values)
-    return num_linear * linear + (num_layers - num_linear) * full
+    return hidden_size * head * (2 * heads + 2 * groups + gate)
 
 
 def _moe_layers(read: Reader) -> list[bool]:
@@ -297,33 +275,22 @@ def _moe_layers(read: Reader) -> list[bool]:
     num_layers = read.size("num-layers")
     read.require(num_layers <= MOST_LAYERS, "num-layers", f"at most {MOST_LAYERS}")
     frequency = read.value("moe-layer-freq")
-    if frequency is None:
-        return [True] * num_layers
-    layers = pattern_of(frequency, num_layers, lambda layer, every: layer % every == 0)
+    layers = _pattern_of(1 if frequency is None else frequency, num_layers)
     rule = f"an integer >= 1, or a list of 0 and 1 for each of num-layers ({num_layers})"
     read.require(layers is not None, "moe-layer-freq", rule)
     return layers or []
 
 
-def _all_but_every(layer: int, every: int) -> bool:
-    """Linear attention: one layer of so many, the last, has full attention."""
-    return (layer + 1) % every > 0
-
-
-def pattern_of(
-    frequency: Any, num_layers: int, is_of_kind: Callable[[int, int], bool]
-) -> list[bool] | None:
-    """Layers of a kind by a frequency of Megatron: an integer, or a list such as ([0]*3+[1]*58).
+def _pattern_of(frequency: Any, num_layers: int) -> list[bool] | None:
+    """Layers with experts by a frequency of Megatron: an integer, or such as ([0]*3+[1]*58).
 
     Returns:
         None where it is of no such form, or of another number of layers.
     """
-    if frequency is None:
-        return [False] * num_layers
     try:
         pattern = _value(ast.parse(str(frequency), mode="eval").body)
         if isinstance(pattern, int):
-            return [is_of_kind(layer, pattern) for layer in range(num_layers)]
+            return [layer % pattern == 0 for layer in range(num_layers)]
         return [entry == 1 for entry in pattern] if len(pattern) == num_layers else None
     except (SyntaxError, TypeError, ValueError, ZeroDivisionError):
         return None
