@@ -14,7 +14,7 @@ Notation: S = ranks of the exchange.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -128,28 +128,21 @@ def priced_ranks(layout: Layout, routing: Routing) -> tuple[tuple[Layout, int], 
         layout: layout of the exchange, as any of its ranks sees it.
         routing: where tokens go.
     """
-    ranks_of_kind: dict[Hashable, list[int]] = {}
-    for rank, kind in enumerate(_kinds(layout, routing)):
-        ranks_of_kind.setdefault(kind, []).append(rank)
-    return tuple((replace(layout, rank=ranks[0]), len(ranks)) for ranks in ranks_of_kind.values())
-
-
-def _kinds(layout: Layout, routing: Routing) -> Sequence[Hashable]:
-    """[S] equal for two ranks only if they move the same in every stage of every chain."""
-    num_ranks = len(layout.nodes)
-    in_order = layout.uneven_nodes() is None
     # Chains copy tokens for ranks, and for nodes if these are even.
+    in_order, ranks = layout.uneven_nodes() is None, range(len(layout.nodes))
     parts = {layout.ep, layout.num_nodes} if in_order else {layout.ep}
-    if not all(routing.is_even(num_parts) for num_parts in parts):
-        return range(num_ranks)
-    if in_order:
-        return (None,) * num_ranks
-    on_node = []
-    for name in FLAT_GROUPS:
-        peers = [(layout.members(name, rank), layout.nodes[rank]) for rank in range(num_ranks)]
-        num_peers = Counter(peers)
-        on_node.append([num_peers[key] for key in peers])
-    return list(zip(*on_node, strict=True))
+    kinds: list[Hashable] = list(ranks)
+    if all(routing.is_even(num_parts) for num_parts in parts):
+        kinds = [in_order or _peers_on_node(layout, rank) for rank in ranks]
+    numbers = Counter(kinds).items()
+    return tuple((replace(layout, rank=kinds.index(kind)), number) for kind, number in numbers)
+
+
+def _peers_on_node(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Ranks of each group on the node of a rank."""
+    node = layout.nodes[rank]
+    groups = (layout.members(name, rank) for name in FLAT_GROUPS)
+    return tuple(sum(layout.nodes[peer] == node for peer in peers) for peers in groups)
 
 
 def shape_of_model(model: Model, layout: Layout, tokens_per_rank: int) -> Shape:

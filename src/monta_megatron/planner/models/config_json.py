@@ -71,8 +71,13 @@ HARMLESS = re.compile(
     "dropout|jitter|max_window|^moe_layers$|init|quant|_eps$|_path$|ep_size"
 )
 # No config.json says how a model is trained.
-SEQ_LENGTH = 4096
-ASSUMED = {"micro-batch-size": 1, "bf16": True, "moe-router-dtype": "fp32"}
+ASSUMED = {
+    "moe-aux-loss-coeff": 1.0e-3,
+    "seq-length": 4096,
+    "micro-batch-size": 1,
+    "bf16": True,
+    "moe-router-dtype": "fp32",
+}
 ALIKE = {
     "position-embedding-type": "rope",
     "swiglu": True,
@@ -118,7 +123,7 @@ def model_of_config(data: Any, file: str) -> Model:
         )
 
     # Step 2: what follows from several keys.
-    num_layers, longest = told.get("num-layers"), told.get("max-position-embeddings")
+    num_layers = told.get("num-layers")
     if type(num_layers) is int and 1 <= num_layers <= MOST_LAYERS:
         told |= _moe_layers(flat, num_layers)
     told |= _attention(told) | _router(flat, told)
@@ -129,10 +134,7 @@ def model_of_config(data: Any, file: str) -> Model:
         told.setdefault("moe-shared-expert-intermediate-size", size)
     told |= {"normalization": "RMSNorm"} if "rms_norm_eps" in flat else {}
     told["untie-embeddings-and-output-weights"] = not flat.get("tie_word_embeddings", False)
-    seq_length = min(SEQ_LENGTH, longest) if type(longest) is int else SEQ_LENGTH
-    assumed = {"seq-length": seq_length, **ASSUMED}
-    if "moe-aux-loss-coeff" not in told:
-        assumed["moe-aux-loss-coeff"] = 1.0e-3
+    assumed = {name: value for name, value in ASSUMED.items() if name not in told}
     arguments = {**told, **ALIKE, **assumed}
 
     # Step 3: what cannot be told.
