@@ -115,12 +115,6 @@ def model_of_config(data: Any, file: str) -> Model:
         for name, value in told.items()
         if value is not None
     }
-    if "num-experts" not in told:
-        raise ValueError(
-            f"{file}: model_type: got {shown(family)[:60]}, has no experts by a key that is known "
-            f"({ALIASES['num-experts'].replace(' ', ', ')}); others need a file of Megatron's "
-            "arguments"
-        )
 
     # Step 2: what follows from several keys.
     num_layers = told.get("num-layers")

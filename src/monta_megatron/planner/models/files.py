@@ -39,10 +39,7 @@ def load_arguments(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         model = load_model(path)
         return dict(model.arguments), model.notes
     data = strict_yaml.read(path)
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: must be a mapping of Megatron's arguments, or a config.json")
-    for name in data:
-        if not isinstance(name, str):
-            raise ValueError(f"{path}: {name}: must be the name of an argument of Megatron")
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise ValueError(f"{path}: must be Megatron's arguments by their names, or a config.json")
     notes = [f"not expressed by Megatron's arguments: {x}" for x in data.get("not_expressed") or ()]
     return {name: data[name] for name in data if name not in OTHER_KEYS}, tuple(notes)
