@@ -31,8 +31,7 @@ def plan(
         model: a file (ours, or a config.json of Hugging Face), a preset by its name, or a `Model`.
         cluster: a file, a preset by its name, or a `Cluster`.
         settings: fields of `tools.plan.request.PlanRequest`, such as world_size, tp, ep, etp, cp,
-            pp, tokens, seq_length and routing. Without tp, ep and etp: the best of all layouts
-            that fit.
+            pp, tokens and seq_length. Without tp, ep and etp: the best of all layouts that fit.
 
     Raises:
         ValueError: an argument is wrong, or no chain can run.

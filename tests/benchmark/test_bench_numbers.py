@@ -89,6 +89,37 @@ def test_limit() -> None:
     assert traffic.limit_ms(crossing, 1000, 1.0) == pytest.approx(12.0)
 
 
+@pytest.mark.parametrize("name", ["uniform", "skewed", "node-limited"])
+def test_data_are_top_k_and_as_the_planner_expects_them(name: str) -> None:
+    flags = {"experts": "8", "top_k": "3", "hidden": "16", "tokens": "6000", "routing": name}
+    settings = parse_settings(flags, 4)
+    drawn = traffic.routing_map(settings, FLAT, rank=2)
+    assert (drawn.sum(axis=1) == 3).all()
+    assert np.array_equal(drawn, traffic.routing_map(settings, FLAT, rank=2))
+    assert not np.array_equal(drawn, traffic.routing_map(settings, FLAT, rank=3))
+    is_uneven = drawn.mean(axis=0).max() > 0.5
+    assert is_uneven == (name == "skewed")
+    if not is_uneven:
+        expected = traffic.routing_of(settings, FLAT)
+        for num_parts in (2, 4):
+            hits = drawn.reshape(len(drawn), num_parts, -1).any(axis=2).mean(axis=0)
+            # Three standard deviations of a share of 6,000 tokens are under 0.02.
+            assert expected.hits(num_parts) == pytest.approx(hits, abs=0.02)
+    on_both_nodes = drawn[:, :4].any(axis=1) & drawn[:, 4:].any(axis=1)
+    assert on_both_nodes.any() == (name != "node-limited")
+
+
+def test_node_limited_routing_needs_nodes_with_room() -> None:
+    flags = {"experts": "8", "top_k": "5", "hidden": "16", "tokens": "4"}
+    settings = parse_settings({**flags, "routing": "node-limited"}, 4)
+    for nodes, name, held in (((0, 0, 1, 1), "2 nodes", 4), ((0, 0, 0, 0), "1 node", 0)):
+        layout = dataclasses.replace(FLAT, nodes=nodes)
+        rule = rf"must leave the 5 experts .* half of {name}, rounded down, hold {held}"
+        for draw in (traffic.routing_of, lambda *given: traffic.routing_map(*given, rank=0)):
+            with pytest.raises(ValueError, match=rule):
+                draw(settings, layout)
+
+
 def test_spread_and_ratio() -> None:
     times_ms = np.arange(1.0, 12.0)
     assert spread(times_ms) == (2.0, 6.0, 10.0)

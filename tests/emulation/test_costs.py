@@ -12,7 +12,7 @@ from monta_megatron.emulation.cluster import SOURCE, EmulatedCluster, default_co
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import dump_cluster
 from monta_megatron.planner.plan import plan
-from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.routing import UniformRouting
 
 REPOSITORY = Path(__file__).parents[2]
 

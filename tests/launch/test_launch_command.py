@@ -58,15 +58,15 @@ def test_a_parallel_size_on_the_command_line_changes_the_layout() -> None:
     run = ready(MIXTRAL, "--pipeline-model-parallel-size", "1", "--expert-tensor-parallel-size=2")
     assert (run.config.layout.pp, run.config.layout.etp) == (1, 2)
     assert run.arguments["expert-tensor-parallel-size"].words[1] == "2"
-    assert run.plan is not None and run.plan.key.etp == 2
-    assert run.plan.key.nodes[-1] == 1
+    assert run.plan is not None and run.plan.shape.layout.etp == 2
+    assert run.plan.shape.layout.nodes[-1] == 1
 
 
 def test_longer_sequences_and_larger_batches_are_planned_for() -> None:
     for size, tokens in (("1", 8192), ("2", 16384)):
         batch = ["--seq-length", "8192", "--micro-batch-size", size]
         run = ready(MIXTRAL, *batch, "--num-layers", "4")
-        assert run.plan is not None and run.plan.key.tokens_per_rank == tokens
+        assert run.plan is not None and run.plan.shape.tokens_per_rank == tokens
 
 
 def test_planned_for_the_slowest_exchange(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_planned_for_the_slowest_exchange(tmp_path: Path) -> None:
         ("megatron", "global-batch-size", 24),
     )
     run = ready(edited(tmp_path, *changes))
-    assert run.plan is not None and run.plan.key.nodes == (0, 1)
+    assert run.plan is not None and run.plan.shape.layout.nodes == (0, 1)
 
 
 def test_planned_for_the_cluster_that_the_dispatcher_is_given(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_planned_for_the_cluster_that_the_dispatcher_is_given(tmp_path: Path) ->
         ready(MIXTRAL, "--moe-monta-cluster", str(other))
     rack = str(CONFIGS / "clusters" / "gb200_nvl72.yaml")
     run = ready(MIXTRAL, "--moe-monta-cluster", rack)
-    assert run.plan is not None and run.plan.key.cluster == "GB200 NVL72, 8 of 72 ranks per node"
+    assert run.plan is not None and run.plan.cluster == "GB200 NVL72, 8 of 72 ranks per node"
     # Its hosts have 4 ranks, and share the link of their rack.
     layout = {"nodes": 4, "ranks_per_node": 4, "ep": 8}
     file = edited(
@@ -97,7 +97,7 @@ def test_planned_for_the_cluster_that_the_dispatcher_is_given(tmp_path: Path) ->
         ("megatron", "moe-monta-ranks-per-node", None),
     )
     run = ready(file, "--moe-monta-cluster", rack)
-    assert run.plan is not None and run.plan.key.cluster == "GB200 NVL72"
+    assert run.plan is not None and run.plan.cluster == "GB200 NVL72"
     assert any("72 ranks are taken to share a node link" in note for note in run.notes)
 
 

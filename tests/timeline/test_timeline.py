@@ -255,9 +255,7 @@ def test_the_command_draws_what_the_planner_picks(
     assert document["overlaps"][-1]["total_us"] == pytest.approx(plan["predicted_us"])
     picture, trace = (Path(document["files"][kind]) for kind in ("picture", "trace"))
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.parent == tmp_path / "new"
-    assert json.loads(trace.read_text())["otherData"]["model"] == plan["key"].get(
-        "model", "qwen3_235b_a22b"
-    )
+    assert json.loads(trace.read_text())["otherData"]["model"] == "qwen3_235b_a22b"
 
 
 def test_one_phase_and_one_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

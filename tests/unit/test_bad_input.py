@@ -51,9 +51,6 @@ CASES = [
     (f"{PLAN} --world-size 1", ["world_size", "got 1", "more ranks"]),
     (f"{PLAN} --ep 8 --tp 8 --seq-length 4100", ["tp: got 8, must divide seq-length", "4100"]),
     (f"{PLAN} --tokens -1", ["--tokens", "'-1'", ">= 1"]),
-    (f"{PLAN} --ep 8 --routing diagonal", ["--routing", "'diagonal'", "uniform"]),
-    (f"{PLAN} --ep 8 --tp 1 --routing node-limited", ["--routing", "node-limited"]),
-    (f"{PLAN} --routing node-limited", ["--routing", "node-limited", "beside a layout"]),
     (f"timeline --model {MODEL} --phase forwards", ["--phase", "did you mean forward?"]),
     ("bench", ["--experts", "not given"]),
     (f"{BENCH} --chains fastest", ["--chains", "'fastest'", "alltoall_dedup"]),
@@ -149,7 +146,7 @@ def test_one_line_and_status_2(
 def test_good_input_passes_the_same_way(monta: Monta, tmp_path: Path) -> None:
     status, stdout, stderr = monta(tmp_path, f"{PLAN} --ep 8 --json")
     assert (status, stderr) == (0, "")
-    assert json.loads(stdout)["key"]["ep"] == 8
+    assert json.loads(stdout)["shape"]["layout"]["ep"] == 8
 
 
 def test_every_command_is_tried() -> None:

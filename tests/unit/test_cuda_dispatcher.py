@@ -33,7 +33,6 @@ from monta_megatron.integration import count_sources, dispatcher, planning
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import planner_for
-from monta_megatron.planner.cluster import KernelChoice
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.price import lower_expected
 
@@ -117,7 +116,7 @@ def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("tokens", [NUM_TOKENS, 98304])
-def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: KernelChoice) -> None:
+def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: str) -> None:
     """Chain, chunks and microseconds, of the kernels that run."""
     with (
         mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
@@ -145,7 +144,6 @@ def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: KernelChoice)
         tokens=tokens,
         kernels=kernels,
     )
-    assert planned.key.kernels == ("fused" if kernels == "auto" else "torch")
     assert (planned.chain, planned.num_chunks) == (choice.chain, choice.num_chunks)
     assert f": {planned.predicted_us:,.0f} us, {planned.reason}" in why
 

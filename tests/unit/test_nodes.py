@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from monta_megatron.common import nodes
-from monta_megatron.common.nodes import consecutive_nodes, mixed_node, node_here, number_nodes
+from monta_megatron.common.nodes import node_here, number_nodes
 from monta_megatron.common.ranks import ranks_per_node_from_launcher
 from monta_megatron.core import Layout
 
@@ -38,25 +38,6 @@ def test_containers_of_one_name_on_two_hosts(
     assert node_here({"GROUP_RANK": "3", "SLURM_NODEID": "1"}) == f"{host} (GROUP_RANK 3)"
     assert node_here({"SLURM_NODEID": "1"}) == f"{host} (SLURM_NODEID 1)"
     assert node_here({}) == host
-
-
-@pytest.mark.parametrize(
-    ("ranks_per_node", "hosts", "mixed"),
-    [
-        (4, "aaaabbbb", None),
-        (8, "aaaabbbb", None),  # a node of two hosts
-        (2, "aaaabbbb", None),  # two nodes on a host
-        (4, "abababab", (0, 1)),  # dealt out in turn
-        (4, "aaaaaabb", (4, 6)),  # the second node begins on the first one's host
-        (4, "aaabbbcc", (3, 0)),
-        (3, "aaabbbcc", None),
-    ],
-)
-def test_nodes_and_hosts_fit(
-    ranks_per_node: int, hosts: str, mixed: tuple[int, int] | None
-) -> None:
-    nodes = consecutive_nodes(range(len(hosts)), ranks_per_node)
-    assert mixed_node(nodes, list(hosts)) == mixed
 
 
 def test_nodes_are_numbered_as_they_are_met() -> None:

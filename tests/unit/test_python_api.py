@@ -59,14 +59,14 @@ def test_names_files_and_objects_are_the_same(kind: str) -> None:
     elif kind == "objects":
         given |= {"model": load_model(model), "cluster": load_cluster(cluster)}
     plan = monta_megatron.plan(**given)
-    assert (plan.key.ep, plan.key.etp, len(plan.key.nodes)) == (8, 2, 16)
+    assert (plan.shape.layout.ep, plan.shape.layout.etp, len(plan.shape.layout.nodes)) == (8, 2, 16)
     assert plan.predicted_us == monta_megatron.plan(**NAMES).predicted_us
 
 
 def test_without_sizes_the_best_layout_is_planned() -> None:
     files = {name: NAMES[name] for name in ("model", "cluster")}
     plan = monta_megatron.plan(**files)
-    assert len(set(plan.key.nodes)) == 1
+    assert plan.shape.layout.num_nodes == 1
     assert plan == monta_megatron.plan(**files, world_size=16)
 
 

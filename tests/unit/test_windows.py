@@ -15,7 +15,7 @@ from monta_megatron.exchange import iteration_clock
 from monta_megatron.integration import auto
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.cluster_file import uncalibrated
-from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.planner.tuning import TIME_LAG, Tuner
 
 LAYOUT = Layout(ep=2, etp=1, num_local_experts=2, rank=0, nodes=(0, 1))

@@ -73,7 +73,10 @@ class Calibration:
             [
                 table(COLUMNS, rows, cluster.name),
                 *(f"communicator of {name}: CTAs {text}" for name, text in self.ctas.items()),
-                *(f"contention: {entry}" for entry in cluster.contention),
+                *(
+                    f"contention: {first} is {factor:g} times as slow beside {second}"
+                    for first, second, factor in cluster.contention
+                ),
                 f"medians of {counted(self.runs, 'run')} or more",
             ]
         )
@@ -170,7 +173,6 @@ def calibrate(
         host=fit_host_costs(timer.samples, on_cpu, source),
         curves=fit_curves(points, timer.samples, on_cpu),
         contention=fit_contention(pairs, timer.excesses),
-        calibrated_node=(ranks_per_node, nics),
     )
     ctas = {group.name: text for group in groups.values() if (text := ctas_of(group))}
     return Calibration(cluster=cluster, runs=runs, ctas=ctas)

@@ -16,7 +16,7 @@ from monta_megatron.calibration.tasks import (
 )
 from monta_megatron.chains.program import COLLECTIVES, FORWARD_BACKWARD
 from monta_megatron.planner.cluster import Contention, HostCosts
-from monta_megatron.planner.curves import Curve
+from monta_megatron.planner.curves import NAMES, Curve
 
 Samples: TypeAlias = Mapping[Task, Sequence[Sample]]
 
@@ -93,17 +93,12 @@ def fit_contention(
     pairs: Sequence[tuple[Pair, Pair]], excesses: Mapping[Pair, Sequence[float]]
 ) -> tuple[Contention, ...]:
     """The factors of every two operations, from the median excess of their pairs."""
-    entries = []
+    rows: list[Contention] = []
     for pair in pairs:
+        one, other = NAMES[pair[0].first.resource], NAMES[pair[0].second.resource]
         first, second = slowdowns(*(median(excesses[of_length]) for of_length in pair))
-        entries.append(
-            Contention(
-                pair=(pair[0].first.resource, pair[0].second.resource),
-                factor=round(first, 2),
-                factor_of_second=round(second, 2),
-            )
-        )
-    return tuple(entries)
+        rows += [(one, other, round(first, 2)), (other, one, round(second, 2))]
+    return tuple(rows)
 
 
 def excess_of(first_us: float, second_us: float, both_us: float) -> float:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.common.flags import ROUTINGS, name_of, num_tokens, whole
+from monta_megatron.common.flags import num_tokens, whole
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanRequest
@@ -30,7 +30,6 @@ FLAGS = {
     "seq-length": (num_tokens(1), "tokens of a sequence (default: the model's)"),
     "micro-batch-size": (whole(1), "sequences of a micro-batch (default: the model's)"),
     "global-batch-size": (whole(1), "sequences of an iteration, for what it gains"),
-    "routing": (name_of(lambda: ROUTINGS), f"of the tokens: {', '.join(ROUTINGS)}"),
 }
 
 

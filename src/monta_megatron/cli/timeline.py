@@ -44,7 +44,7 @@ RECORD_FLAGS = {
 # The flags that each way takes, besides those for the output.
 OUTPUT = {"out", "max_ranks", "json", "run", "command"}
 PLANNED = ("world-size", "nodes", "ranks-per-node", "seq-length", "micro-batch-size")
-WHAT = {"tokens", "tp", "ep", "etp", "routing", "phase", "chain", "num_chunks", "alone"}
+WHAT = {"tokens", "tp", "ep", "etp", "phase", "chain", "num_chunks", "alone"}
 TAKES = {
     "recording": {"cluster", "stock"},
     "record": {"cluster", *WHAT, "ranks_per_node", *(n.replace("-", "_") for n in RECORD_FLAGS)},
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
         metavar="PATH",
         help="RECORDING's counterpart with the chain alltoall, drawn above it",
     )
-    planning.add_arguments(parser, (*PLANNED, "tp", "ep", "etp", "cp", "pp", "tokens", "routing"))
+    planning.add_arguments(parser, (*PLANNED, "tp", "ep", "etp", "cp", "pp", "tokens"))
     parser.add_argument(
         "--phase",
         choices=("forward", "forward_backward"),

@@ -96,7 +96,7 @@ DTYPE_BYTES: dict[str, int] = {
     "bf16": 2,
     "fp16": 2,
 }
-# Of tokens that are drawn: `planner.routing.drawn` says how.
+# Of tokens that are drawn: `tools.bench.traffic.routing_map` says how.
 ROUTINGS = ("uniform", "skewed", "node-limited")
 
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -76,24 +76,3 @@ def number_nodes(names: Sequence[str]) -> tuple[int, ...]:
 def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> tuple[int, ...]:
     """The node of every rank, where `ranks_per_node` consecutive ones are on each."""
     return number_nodes([str(rank // ranks_per_node) for rank in ranks])
-
-
-def mixed_node(nodes: Sequence[int], hosts: Sequence[str]) -> tuple[int, int] | None:
-    """Positions of two ranks of one node on two hosts, the first of which has other nodes too.
-
-    None if every node is made of whole hosts or lies on one. A host may be several nodes, and a
-    node several hosts, but where ranks were dealt out to hosts in turn they are neither.
-    """
-    nodes_of: dict[str, set[int]] = {}
-    for node, host in zip(nodes, hosts, strict=True):
-        nodes_of.setdefault(host, set()).add(node)
-    # node -> its first rank on each host.
-    firsts: dict[int, dict[str, int]] = {}
-    for position, (node, host) in enumerate(zip(nodes, hosts, strict=True)):
-        firsts.setdefault(node, {}).setdefault(host, position)
-    for first_on in firsts.values():
-        for host, position in first_on.items():
-            if len(first_on) > 1 and len(nodes_of[host]) > 1:
-                other = next(name for name in first_on if name != host)
-                return position, first_on[other]
-    return None

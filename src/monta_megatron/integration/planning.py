@@ -17,7 +17,7 @@ from monta_megatron.exchange.kernel_choice import device_type, is_fused
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.integration.options import OPTION_NAMES, Options
 from monta_megatron.planner.choose import Planner
-from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.routing import UniformRouting
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

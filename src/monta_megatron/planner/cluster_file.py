@@ -16,15 +16,15 @@ is the likely one.
     host: {speed: 1.25, range: [0.5, 1.9], source: docs/calibration.md}
 
 A calibration writes what it measured as rows in place of the figures: `curves` (operation,
-resource, ranks, then bytes that leave a rank:us) and `contention` (two resources, and by how much
-each slows the other).
+resource, ranks, then bytes that leave a rank:us) and `contention` (a resource, another, and by how
+much the second slows the first).
 
     policy: host
     host: {collective_us: 525.7, operation_us: 0, counts_us: 3370.7, ..., source: monta calibrate}
     curves:
     - alltoall network 8 5120:6106 20480:6584 81920:8344
     - copy memory 1 20480:12 81920:30
-    contention: [network memory 1.1 1.6]
+    contention: [[network, memory, 1.1], [memory, network, 1.6]]
 
 `cluster.Cluster` and its parts say what each key means.
 """
@@ -85,10 +85,9 @@ def _in_line(value: object) -> str:
 
 
 # For a GPU of another family than those of the presets.
-DEFAULT_GPU = "h100"
+DEFAULT_GPU = "h", 100
 # A GPU's family and number, as in "NVIDIA H100 80GB HBM3" and in h100_8x_ndr; not 80GB.
 GPU_MODEL = re.compile(r"(?<![a-z0-9])([a-z]+)(\d+)(?![a-z0-9])")
-CPU_PRESETS = "emulated"
 
 
 @cache
@@ -124,25 +123,17 @@ def nearest_preset(gpu: str | None, ranks_per_node: int) -> str:
         ranks_per_node: of the exchange.
     """
     names = sorted(path.stem for path in (presets.FOLDER / "clusters").glob("*.yaml"))
-    if gpu is None:
-        names = [name for name in names if name.startswith(CPU_PRESETS)]
-    else:
-        of_presets = {name: model for name in names for model in _models(name)[:1]}
-        families = {family for family, _ in of_presets.values()}
-        models = [model for model in _models(gpu) if model[0] in families]
-        family, number = (models or _models(DEFAULT_GPU))[0]
-        distances = {
-            name: abs(other - number)
-            for name, (of_preset, other) in of_presets.items()
-            if of_preset == family
-        }
-        names = [name for name in distances if distances[name] == min(distances.values())]
+    # CPU ranks, and the presets of an emulated cluster, have no model.
+    models = {name: next(iter(_models(name)), ("", 0)) for name in names}
+    known = {family for family, _ in models.values()}
+    default = DEFAULT_GPU if gpu else ("", 0)
+    family, number = next((each for each in _models(gpu or "") if each[0] in known), default)
 
-    words = _words(gpu or "")
-
-    def difference(name: str) -> tuple[int, float]:
+    def difference(name: str) -> tuple[bool, int, int, float]:
+        of_preset, other = models[name]
+        shared = set(_spaced(name).split()) & set(_spaced(gpu or "").split())
         ratio = _load(name).ranks_per_node / ranks_per_node
-        return -len(words & _words(name)), abs(math.log(ratio))
+        return of_preset != family, abs(other - number), -len(shared), abs(math.log(ratio))
 
     return min(names, key=difference)
 
@@ -151,13 +142,12 @@ def _load(preset: str) -> Cluster:
     return load_cluster(presets.FOLDER / "clusters" / f"{preset}.yaml")
 
 
-def _words(text: str) -> set[str]:
-    return set(re.findall("[a-z0-9]+", text.lower()))
+def _spaced(text: str) -> str:
+    return re.sub("[^a-z0-9]", " ", text.lower())
 
 
 def _models(text: str) -> list[tuple[str, int]]:
-    spaced = re.sub("[^a-z0-9]", " ", text.lower())
-    return [(family, int(number)) for family, number in GPU_MODEL.findall(spaced)]
+    return [(family, int(number)) for family, number in GPU_MODEL.findall(_spaced(text))]
 
 
 def with_inter_rate(cluster: Cluster, rate_ratio: float) -> Cluster:

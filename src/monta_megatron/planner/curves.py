@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from statistics import linear_regression
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from monta_megatron.chains.program import COLLECTIVES, PricedOperation, Resource
 from monta_megatron.common import presets
@@ -21,11 +21,11 @@ from monta_megatron.common.rules import PositiveFloat, PositiveInt, require
 from monta_megatron.common.units import Rate
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
-# As users read and write them.
+# As users read them, and as they write them.
 RESOURCE_NAMES: Mapping[str, str] = {"inter": "network", "intra": "node link", "memory": "memory"}
-BY_NAME: dict[str, Resource] = {
-    RESOURCE_NAMES[resource].replace(" ", "_"): resource for resource in RESOURCES
-}
+ResourceName: TypeAlias = Literal["network", "node_link", "memory"]
+BY_NAME: dict[str, Resource] = dict(zip(get_args(ResourceName), RESOURCES, strict=True))
+NAMES: dict[Resource, ResourceName] = dict(zip(RESOURCES, get_args(ResourceName), strict=True))
 # Number of points at each end of a curve that the line beyond that end is fitted to.
 NUM_END_POINTS = 3
 
@@ -85,9 +85,8 @@ class Curve:
     def __str__(self) -> str:
         """The row that `from_text` reads back to an equal curve."""
         points = zip(self.sizes_bytes, self.times_us, strict=True)
-        resource = next(name for name, named in BY_NAME.items() if named == self.resource)
         row = " ".join(f"{size}:{time:.12g}" for size, time in points)
-        return f"{self.operation} {resource} {self.group_size} {row}"
+        return f"{self.operation} {NAMES[self.resource]} {self.group_size} {row}"
 
     @property
     def rate(self) -> Rate:

@@ -1,6 +1,7 @@
 """Plans: the selected chain, every candidate with its numbers, and why each was rejected."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from monta_megatron.chains import CHAINS
@@ -8,42 +9,9 @@ from monta_megatron.chains.program import LINKS, Phase, Resource
 from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
 from monta_megatron.core import Shape
 from monta_megatron.planner.benefit import Benefit
-from monta_megatron.planner.cluster import Cluster, End, Kernels, ResourceRate
+from monta_megatron.planner.cluster import Cluster, End
 from monta_megatron.planner.price import Price, price
 from monta_megatron.planner.select import MARGIN, Selection, percent, select_chain
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanKey:
-    """The exchange, phase and costs that a plan was made for.
-
-    Attributes:
-        ep: expert parallel size.
-        etp: expert tensor parallel size.
-        nodes: [ep * etp] node of every rank of the exchange, the first one being 0.
-        num_experts: experts of the layer.
-        topk: experts per token; for a routing that is not top-k, the most experts of one.
-        hidden_size: hidden size of a row.
-        value_bytes: bytes of one hidden value.
-        tokens_per_rank: the most tokens that a rank brings.
-        routing: where tokens go.
-        phase: the phase that the choice was made for.
-        cluster: name of the cluster whose costs were used.
-        kernels: that copy and sum rows in what was priced.
-    """
-
-    ep: PositiveInt
-    etp: PositiveInt
-    nodes: tuple[int, ...]
-    num_experts: PositiveInt
-    topk: PositiveInt
-    hidden_size: PositiveInt
-    value_bytes: PositiveInt
-    tokens_per_rank: int
-    routing: Text
-    phase: Phase
-    cluster: Text
-    kernels: Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,23 +71,27 @@ class Plan:
         predicted_us: time of the phase.
         range_us: as in `Candidate`.
         reason: why this one.
-        key: what it was made for.
+        shape: the exchange that it was made for.
+        phase: whose time counts.
+        cluster: name of the cluster whose costs were used.
         stages: the choice, stage by stage.
         candidates: everything considered, the fastest first, what cannot run last.
         notes: assumptions.
-        rates: by which large messages were priced, for each resource of the cluster.
+        rates: of large messages, as text, by resource of the cluster.
     """
 
     chain: Text
     num_chunks: PositiveInt
     predicted_us: NonNegativeFloat
     reason: Text
-    key: PlanKey
+    shape: Shape
+    phase: Phase
+    cluster: Text
     range_us: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
     stages: tuple[StageCost, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
-    rates: tuple[ResourceRate, ...] = ()
+    rates: Mapping[str, Text] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Candidate:
@@ -175,26 +147,14 @@ def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
 def plan_of(selection: Selection) -> Plan:
     """A selection with all candidates, and why each of the others was not chosen."""
     shape, cluster, chosen = selection.shape, selection.cluster, selection.price
-    layout, routing = shape.layout, shape.routing
     return Plan(
         chain=chosen.chain.name,
         num_chunks=chosen.num_chunks,
         predicted_us=chosen.total_us,
         reason=selection.reason,
-        key=PlanKey(
-            ep=layout.ep,
-            etp=layout.etp,
-            nodes=tuple(node - min(layout.nodes) for node in layout.nodes),
-            num_experts=routing.num_experts,
-            topk=routing.max_experts_per_token,
-            hidden_size=shape.hidden_size,
-            value_bytes=shape.value_bytes,
-            tokens_per_rank=shape.tokens_per_rank,
-            routing=routing.name,
-            phase=selection.phase,
-            cluster=cluster.name,
-            kernels=cluster.kernels,
-        ),
+        shape=shape,
+        phase=selection.phase,
+        cluster=cluster.name,
         stages=stage_costs(chosen),
         candidates=(
             *(_candidate(each, selection) for each in selection.prices),
@@ -203,7 +163,7 @@ def plan_of(selection: Selection) -> Plan:
                 for name, reason in selection.incompatible.items()
             ),
         ),
-        rates=cluster.rates,
+        rates={each: cluster.rate_of(each).in_both_units for each in cluster.resources},
     )
 
 
@@ -221,14 +181,12 @@ def _candidate(of: Price, selection: Selection) -> Candidate:
 
 def _why_rejected(of: Price, selection: Selection) -> str | None:
     """Why something that can run was not chosen; None if it was."""
-    chosen, name = selection.price, selection.price.choice.name
+    chosen = selection.price
     if of is chosen:
         return None
     if of not in selection.rivals:
         plainest = next(each for each in selection.rivals if each.times == of.times)
         return f"the same as {plainest.choice.name} at this layout"
-    if of.total_us == chosen.total_us:
-        return f"as fast as {name}, which is plainer"
     if of.total_us < chosen.total_us:
         return (
             f"{percent(chosen, of)} faster, within the margin of {MARGIN:.0%} for a plainer chain"
@@ -267,15 +225,15 @@ def with_ranges(plan: Plan, shape: Shape, cluster: Cluster) -> Plan:
         shape: the exchange.
         cluster: whose likely costs were used.
     """
-    if not cluster.has_range:
-        return plan
     ends = [cluster.at_end(end) for end in get_args(End)]
+    if ends[0] == ends[1]:
+        return plan
 
     def range_us(of: Candidate) -> tuple[float, float] | None:
         """The time at both ends, the less first."""
         if of.num_chunks is None or (of.chain != "alltoall" and of.rejected is not None):
             return of.range_us
-        chain, phase = CHAINS[of.chain], plan.key.phase
+        chain, phase = CHAINS[of.chain], plan.phase
         low_us, high_us = sorted(
             price(shape, end, chain, of.num_chunks, phase).total_us for end in ends
         )

@@ -9,7 +9,6 @@ of the device as far as the device has been busy; in a dispatch it waits for the
 nothing else is queued. Experts and other layers, behind which it could hide more, are left out.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -37,7 +36,7 @@ from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.schedule import Task, Times, simulate
 from monta_megatron.planner.traffic import (
     COUNT_EXCHANGE,
-    FINDS,
+    FIND_PASSES,
     PassTraffic,
     StageTraffic,
     num_host_operations,
@@ -152,9 +151,7 @@ def price(
     works: list[Work] = []
     tasks: list[Task] = []
     for program, moved in zip(programs, traffic, strict=True):
-        pass_works = _works_of_pass(program, moved, cluster)
-        tasks += _tasks_of_pass(program, moved, pass_works, len(works), tasks)
-        works += pass_works
+        _add_pass(works, tasks, program, moved, cluster)
     return Price(
         chain=chain,
         num_chunks=num_chunks,
@@ -251,121 +248,120 @@ def peak_bytes(bound: BoundProgram) -> float:
     return peak
 
 
-def _works_of_pass(program: Program, traffic: PassTraffic, cluster: Cluster) -> list[Work]:
-    """Everything that one pass does: around the stages, before the program, in it, after it."""
-    pass_, host = program.pass_, cluster.host.at_speed
-    num_chunks = len(program.series[0]) if program.series else 1
-    host_us = host.pass_us + (host.counts_us if pass_.ids else 0.0)
-    works = [
-        Work(
-            pass_name=pass_.name,
-            stage=AROUND_STAGES,
-            resource="host",
-            times_us=(0.0,),
-            launch_us=host_us,
-        )
-    ]
-    for stage in traffic.stages:
-        in_program = stage in traffic.pipeline
-        operations = num_host_operations(
-            stage.kind, pass_, program.row, program.policy, num_chunks if in_program else 1
-        )
-        launch_us = host.operation_us * operations
-        if stage.operation in COLLECTIVES:
-            num_peers = max((moved.group_size for moved in stage.moved.values()), default=1) - 1
-            launch_us += host.collective_us + host.collective_peer_us * num_peers
-        launch_us *= len(stage.message_bytes)
-        if stage.stage == COUNT_EXCHANGE:
-            launch_us += host.counts_to_host_us
-        if in_program and stage.kind not in FINDS:
-            # Finding copies and making them is one stage to the host.
-            launch_us += host.stage_us
-        times = [_times_us(stage, resource, cluster) for resource in stage.moved]
-        works.append(
-            Work(
-                pass_name=pass_.name,
-                stage=stage.stage,
-                resource=stage.resource,
-                times_us=tuple(map(max, zip(*times, strict=True))),
-                launch_us=launch_us,
-                traffic=stage,
-            )
-        )
-    return works
-
-
-def _tasks_of_pass(
+def _add_pass(
+    works: list[Work],
+    tasks: list[Task],
     program: Program,
     traffic: PassTraffic,
-    works: Sequence[Work],
-    first_work: int,
-    before: Sequence[Task],
-) -> list[Task]:
-    """The tasks of one pass, after those of the passes before it.
+    cluster: Cluster,
+) -> None:
+    """Add one pass: around the stages, before the program, in it, after it.
 
     Args:
+        works: of the passes before it.
+        tasks: likewise.
         program: of the pass.
         traffic: likewise.
-        works: likewise.
-        first_work: number of the first of them.
-        before: all tasks so far.
+        cluster: that it runs on.
     """
-    first = len(before)
-    tasks: list[Task] = []
+    first, pass_, host = len(tasks), program.pass_, cluster.host
     on_host = program.policy == "host"
-    # The host of a device waits for the counts alone.
-    waits = on_host or program.pass_.ids
 
     def open_ends() -> tuple[int, ...]:
         """Tasks that no other comes after."""
-        followed = {number for task in tasks for number in (*task.after, *task.launch_after)}
-        numbers = range(first, first + len(tasks))
-        return tuple(sorted(set(numbers) - followed)) or ((first - 1,) if first else ())
+        of_pass = tasks[first:]
+        followed = {number for task in of_pass for number in (*task.after, *task.launch_after)}
+        ends = tuple(sorted(set(range(first, len(tasks))) - followed))
+        return ends or ((first - 1,) if first else ())
 
-    def add_around(work: int) -> None:
+    def add_around(work: Work, waits: bool) -> None:
         """Work of one chunk, after everything so far."""
         ends = open_ends()
-        of_work = works[work]
-        resource = "memory" if of_work.resource == "host" else of_work.resource
         task = Task(
-            work=first_work + work,
+            work=len(works),
             chunk=None,
             operation=None,
-            resource=resource,
-            us=of_work.times_us[0],
-            launch_us=of_work.launch_us,
+            resource="memory" if work.resource == "host" else work.resource,
+            us=work.times_us[0],
+            launch_us=work.launch_us,
             after=ends,
             launch_after=ends if waits else (),
         )
+        works.append(work)
         tasks.append(task)
 
-    num_before = 1 + len(traffic.before)
-    for work in range(num_before):
-        add_around(work)
-    begin = open_ends()
-    offset = first + len(tasks)
-    times = [iter(work.times_us) for work in works[num_before:]]
+    # Step 1: before the program. The host of a device waits for the counts alone.
+    waits = on_host or pass_.ids
+    around = Work(
+        pass_name=pass_.name,
+        stage=AROUND_STAGES,
+        resource="host",
+        times_us=(0.0,),
+        launch_us=(host.pass_us + (host.counts_us if pass_.ids else 0.0)) / host.speed,
+    )
+    for work in (around, *(_work_of(stage, program, cluster) for stage in traffic.before)):
+        add_around(work, waits)
+
+    # Step 2: the program.
+    begin, offset, first_work = open_ends(), len(tasks), len(works)
+    num_chunks = len(program.series[0]) if program.series else 1
+    works += [_work_of(stage, program, cluster, num_chunks) for stage in traffic.pipeline]
+    times = [iter(work.times_us) for work in works[first_work:]]
     for operation in program.operations:
         after = tuple(offset + number for number in operation.after)
         launch_after = tuple(offset + number for number in operation.launch_after)
-        work = num_before + operation.series
-        tasks.append(
-            Task(
-                work=first_work + work,
-                chunk=operation.chunk,
-                operation=operation.number,
-                resource=operation.resource,
-                us=next(times[operation.series]),
-                launch_us=works[work].launch_us,
-                after=after or begin,
-                launch_after=launch_after or (begin if waits else ()),
-                copies_at_launch=operation.host == "starts",
-            )
+        task = Task(
+            work=first_work + operation.series,
+            chunk=operation.chunk,
+            operation=operation.number,
+            resource=operation.resource,
+            us=next(times[operation.series]),
+            launch_us=works[first_work + operation.series].launch_us,
+            after=after or begin,
+            launch_after=launch_after or (begin if waits else ()),
+            copies_at_launch=operation.host == "starts",
         )
-    waits = on_host
-    for work in range(num_before + len(traffic.pipeline), len(works)):
-        add_around(work)
-    return tasks
+        tasks.append(task)
+
+    # Step 3: after it.
+    for stage in traffic.after:
+        add_around(_work_of(stage, program, cluster), on_host)
+
+
+def _work_of(
+    stage: StageTraffic, program: Program, cluster: Cluster, num_chunks: int | None = None
+) -> Work:
+    """A stage with its times.
+
+    Args:
+        stage: of a pass.
+        program: of the pass.
+        cluster: that it runs on.
+        num_chunks: of the program; None for a stage outside of it.
+    """
+    pass_, host = program.pass_, cluster.host
+    operations = num_host_operations(
+        stage.kind, pass_, program.row, program.policy, num_chunks or 1
+    )
+    launch_us = host.operation_us * operations
+    if stage.operation in COLLECTIVES:
+        num_peers = max((moved.group_size for moved in stage.moved.values()), default=1) - 1
+        launch_us += host.collective_us + host.collective_peer_us * num_peers
+    launch_us *= len(stage.message_bytes)
+    if stage.stage == COUNT_EXCHANGE:
+        launch_us += host.counts_to_host_us
+    if num_chunks is not None and stage.kind not in FIND_PASSES:
+        # Finding copies and making them is one stage to the host.
+        launch_us += host.stage_us
+    times = [_times_us(stage, resource, cluster) for resource in stage.moved]
+    return Work(
+        pass_name=pass_.name,
+        stage=stage.stage,
+        resource=stage.resource,
+        times_us=tuple(map(max, zip(*times, strict=True))),
+        launch_us=launch_us / host.speed,
+        traffic=stage,
+    )
 
 
 def _times_us(stage: StageTraffic, resource: Resource, cluster: Cluster) -> list[float]:

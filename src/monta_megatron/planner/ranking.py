@@ -2,19 +2,15 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from itertools import product
 
 from monta_megatron.chains.program import Phase
-from monta_megatron.common.rules import require
 from monta_megatron.common.units import counted, size_text, time_text
-from monta_megatron.core import Routing, Shape
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, shape_of_layout, uniform_routing
+from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import HEADROOM, training_memory
-from monta_megatron.planner.routing.drawn import expected_routing, skewed_routing
 from monta_megatron.planner.select import select_chain
 
 
@@ -57,7 +53,6 @@ def rank_layouts(
     cp: int = 1,
     pp: int | None = None,
     tokens: int | None = None,
-    routing: str = "uniform",
     phase: Phase = "forward_backward",
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
@@ -72,7 +67,6 @@ def rank_layouts(
         world_size, cp: the same for all layouts.
         pp: pipeline stages; None for as many as it takes.
         tokens: of a rank; None for the model's batch.
-        routing: see `routing_of`.
         phase: the phase to choose for.
 
     Raises:
@@ -101,7 +95,7 @@ def rank_layouts(
     # Step 2: the plan of each.
     ranking = []
     for layout in fitting.values():
-        shape = routed_shape(model, cluster, layout, tokens, routing)
+        shape = shape_of_layout(model, layout, cluster.ranks_per_node, tokens)
         num_tokens, price = shape.tokens_per_rank, select_chain(shape, cluster, phase=phase).price
         ranked = RankedLayout(
             **vars(layout),
@@ -163,40 +157,3 @@ def layouts_of(
 def divisors(number: int) -> list[int]:
     """All of them, the smallest first."""
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def routed_shape(
-    model: Model, cluster: Cluster, layout: ParallelLayout, tokens: int | None, routing: str
-) -> Shape:
-    """The exchange of a layout.
-
-    Args:
-        model, cluster, layout: of the training.
-        tokens: of a rank; None for the model's batch.
-        routing: see `routing_of`.
-
-    Raises:
-        ValueError: the routing does not fit the exchange.
-    """
-    shape = shape_of_layout(model, layout, cluster.ranks_per_node, tokens)
-    return replace(shape, routing=routing_of(routing, model, shape.layout.num_nodes))
-
-
-def routing_of(name: str, model: Model, num_nodes: int) -> Routing:
-    """The routing of a name, see `planner.routing.drawn`, over so many nodes.
-
-    Raises:
-        ValueError: the nodes cannot share the experts evenly.
-    """
-    if name == "uniform":
-        return uniform_routing(model)
-    experts, topk = model.num_experts, model.moe_router_topk
-    if name == "skewed":
-        return _skewed(experts, topk)
-    rule = f"divide the {experts} experts evenly, for --routing {name}"
-    require(experts % num_nodes == 0, "nodes of an exchange", num_nodes, rule)
-    return expected_routing(name, experts, topk, num_nodes)
-
-
-# A ranking asks for every layout.
-_skewed = cache(skewed_routing)

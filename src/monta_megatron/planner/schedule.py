@@ -71,10 +71,12 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
     Returns:
         The times of each task.
     """
-    # Index of a resource, that of memory first.
+    # Index of a resource: memory first, the host last, which nothing slows and which slows nothing.
     resources: list[Resource] = ["memory"]
     resources += [resource for resource in LINKS if any(t.resource == resource for t in tasks)]
+    host = len(resources)
     of_task = [resources.index(task.resource) for task in tasks]
+    of_launch = [0 if task.copies_at_launch else host for task in tasks]
     excess = [[factor(one, other) - 1 for other in resources] for one in resources]
     # Numbers of running operations by resource -> the slowdown of one on each of them.
     known_slowdowns: dict[tuple[int, ...], list[float]] = {}
@@ -83,18 +85,16 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
     for number, task in enumerate(tasks):
         for before in task.after:
             followers[before].append(number)
-    now_us, host_free_us = 0.0, 0.0
+    now_us = 0.0
     launched_us: list[float] = []
     starts_us: dict[int, float] = {}
     ends_us: dict[int, float] = {}
-    # What runs -> the time left if it ran alone: a task, or ~number for the copy at its launch.
+    # What runs -> the time left if it ran alone: a task, or ~number for its launch.
     left_us: dict[int, float] = {}
-    running = [0] * len(resources)
-    # Tasks that wait for nothing but their launch -> when that is over.
-    until_us: dict[int, float] = {}
+    running = [0] * (host + 1)
 
     def resource_of(number: int) -> int:
-        return 0 if number < 0 else of_task[number]
+        return of_launch[~number] if number < 0 else of_task[number]
 
     def run(number: int, us: float) -> None:
         left_us[number] = us
@@ -102,52 +102,36 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
 
     def slowdowns_now() -> list[float]:
         """Of an operation on each resource that has one."""
-        key = tuple(running)
+        key = tuple(running[:host])
         if key not in known_slowdowns:
             known_slowdowns[key] = [
-                min(1 + sum(map(mul, running, row)) - row[place], len(left_us))
+                min(1 + sum(map(mul, key, row)) - row[place], sum(key))
                 for place, row in enumerate(excess)
             ]
+            known_slowdowns[key].append(1.0)
         return known_slowdowns[key]
 
     def start(number: int) -> None:
         """Start a task that is launched, if all that it comes after has ended."""
-        if waits_for[number] > 0 or number >= len(launched_us):
-            return
-        if launched_us[number] > now_us:
-            until_us[number] = launched_us[number]
-            return
-        starts_us[number] = now_us
-        run(number, tasks[number].us)
+        if waits_for[number] == 0 and number < len(launched_us):
+            starts_us[number] = now_us
+            run(number, tasks[number].us)
 
     def launch() -> None:
-        """Launch until the host has to wait for something."""
-        nonlocal host_free_us
-        while len(launched_us) < len(tasks):
-            number = len(launched_us)
-            task = tasks[number]
-            if ~number in left_us or any(before not in ends_us for before in task.launch_after):
-                return
-            if task.copies_at_launch and task.launch_us > 0:
-                run(~number, task.launch_us)
-                return
-            if task.launch_after:
-                host_free_us = max(host_free_us, *(ends_us[before] for before in task.launch_after))
-            host_free_us += task.launch_us
-            launched_us.append(host_free_us)
-            start(number)
+        """Launch the next task, unless the host is busy or waits for something."""
+        number = len(launched_us)
+        if number == len(tasks) or ~number in left_us:
+            return
+        if all(before in ends_us for before in tasks[number].launch_after):
+            run(~number, tasks[number].launch_us)
 
     launch()
-    while left_us or until_us:
-        # Step 1: the next event is the first end, or the first start before it.
+    while left_us:
+        # Step 1: the next event is the first end.
         slowdowns = slowdowns_now()
-        step_us, ends, starts = float("inf"), None, None
-        for number, left in left_us.items():
-            if left * slowdowns[resource_of(number)] < step_us:
-                step_us, ends = left * slowdowns[resource_of(number)], number
-        for number, until in until_us.items():
-            if until - now_us < step_us:
-                step_us, starts = until - now_us, number
+        step_us, ended = min(
+            (left * slowdowns[resource_of(number)], number) for number, left in left_us.items()
+        )
 
         # Step 2: advance everything that runs to then.
         now_us += step_us
@@ -156,21 +140,15 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
             advanced_us = step_us / slowdowns[resource_of(number)]
             left_us[number] = max(left_us[number] - advanced_us, 0.0)
 
-        # Step 3: the event.
-        if starts is not None:
-            now_us = until_us.pop(starts)
-            start(starts)
-            continue
-        assert ends is not None
-        del left_us[ends]
-        running[resource_of(ends)] -= 1
-        if ends < 0:
-            host_free_us = now_us
+        # Step 3: what ends lets others start.
+        del left_us[ended]
+        running[resource_of(ended)] -= 1
+        if ended < 0:
             launched_us.append(now_us)
-            start(~ends)
+            start(~ended)
         else:
-            ends_us[ends] = now_us
-            for number in followers[ends]:
+            ends_us[ended] = now_us
+            for number in followers[ended]:
                 waits_for[number] -= 1
                 start(number)
         launch()

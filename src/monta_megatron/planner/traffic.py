@@ -11,7 +11,7 @@ Notation: C = number of chunks, S = the ranks that are priced, P = ranks of a co
 W = most experts of any token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
@@ -119,11 +119,11 @@ FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
 
 
 COUNT_EXCHANGE = "exchange of counts"
-FINDS = ("find_lists", "find_copies")
+SUMS = ("reduce", "reduce_ranks")
 # About how many times finding copies sorts and scans expert ids, as int64 (exchange/copies.py);
 # twice as many if the copies keep their share of them.
 FIND_VALUE_BYTES = 8
-FIND_PASSES = {"find_copies": 6, "find_lists": 12}
+FIND_PASSES: Mapping[str, int] = {"find_copies": 6, "find_lists": 12}
 # Of an index in the lists of copies that kernels write; each copy is in three of them.
 INDEX_BYTES = 8
 # Work on Megatron's routing map [T, E] before a dispatch, in bytes per token and expert: counting
@@ -214,41 +214,38 @@ def pass_traffic(
         num_exchanged_counts: integers that every rank sends to each; see `chains.counts`.
     """
     before, after = _around(programs, num_tokens, num_exchanged_counts)
-    pipeline = tuple(
-        TRAFFIC[series[0].kind](programs, series) for series in programs[0].program.series
-    )
+    pipeline = tuple(_series_traffic(programs, series) for series in programs[0].program.series)
     return PassTraffic(before=before, pipeline=pipeline, after=after)
 
 
-def _moves(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
-    """Bytes of a copy: read and written."""
+def _series_traffic(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
+    """Bytes of a series: a copy reads what it writes, a sum all copies of a row, or terms."""
     first = series[0]
+    if first.is_collective:
+        return _collective_traffic(programs, series)
+    if first.kind in FIND_PASSES:
+        return _in_memory(first.stage, first.kind, _bytes_to_find(programs, series))
+    sums = first.kind in SUMS
     written = _bytes_of(programs, series, first.writes[0])
-    return _in_memory(first.stage, first.kind, 2 * written)
+    read = _bytes_of(programs, series, first.reads[0]) if sums else written
+    return _in_memory(first.stage, first.kind, read + written, "sum" if sums else "copy")
 
 
-def _sums(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
-    """A sum reads all copies, or terms, and writes one row for them."""
-    first = series[0]
-    read = _bytes_of(programs, series, first.reads[0])
-    written = _bytes_of(programs, series, first.writes[0])
-    return _in_memory(first.stage, first.kind, read + written, "sum")
-
-
-def _finds(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
-    """Copies are found from the expert ids alone.
+def _bytes_to_find(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> RowCounts:
+    """[S, C] bytes to find copies, from the expert ids alone.
 
     Kernels read every list of W ids twice; a row begins somewhere in the copies.
     """
     first, width = series[0], programs[0].max_experts_per_token
     rows, copies = (_rows_at(programs, series, first.position + after) for after in (0, 1))
-    num_bytes = FIND_PASSES[first.kind] * FIND_VALUE_BYTES * width * rows
     if programs[0].program.policy == "fused":
-        num_bytes = (2 * ID_BYTES * width + INDEX_BYTES) * rows + 3 * INDEX_BYTES * copies
-    return _in_memory(first.stage, first.kind, num_bytes)
+        return (2 * ID_BYTES * width + INDEX_BYTES) * rows + 3 * INDEX_BYTES * copies
+    return FIND_PASSES[first.kind] * FIND_VALUE_BYTES * width * rows
 
 
-def _collectives(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
+def _collective_traffic(
+    programs: Sequence[BoundProgram], series: Sequence[Operation]
+) -> StageTraffic:
     first = series[0]
     assert first.group is not None, f"{first.kind}: no collective"
     chunks = [operation.chunk for operation in series]
@@ -264,20 +261,6 @@ def _collectives(programs: Sequence[BoundProgram], series: Sequence[Operation]) 
         message_bytes=message_bytes,
         messages_overlap=first.host == "starts",
     )
-
-
-TRAFFIC: Mapping[Kind, Callable[[Sequence[BoundProgram], Sequence[Operation]], StageTraffic]] = {
-    "pack": _moves,
-    "find_lists": _finds,
-    "find_copies": _finds,
-    "duplicate": _moves,
-    "to_experts": _moves,
-    "reduce": _sums,
-    "alltoall": _collectives,
-    "allgather": _collectives,
-    "reduce_ranks": _sums,
-    "put": _moves,
-}
 
 
 def _rows_at(

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from planted import planted_routing
 
-from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.tools.place.placement import (
     _saved_by_swap,
     co_activation,

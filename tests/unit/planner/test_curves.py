@@ -1,19 +1,16 @@
 """Curves: through their points, a line beyond them; NCCL's published ones; costs of a cluster."""
 
 import csv
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from clusters import CONFIGS, cluster_of, link, preset, shape_of
+from clusters import CONFIGS, cluster_of, link, preset
 
-from monta_megatron.chains.program import COLLECTIVES, PricedOperation
-from monta_megatron.planner.cluster import Cluster, Contention
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
 from monta_megatron.planner.curves import OPERATIONS, PUBLISHED, Curve, published_curves
-from monta_megatron.planner.plan import plan
 
 MB_BYTES = 10**6
 
@@ -85,49 +82,12 @@ def test_ranks_share_the_network_interfaces_of_their_node() -> None:
     assert cluster().time_us("allgather", "inter", 10_000, 8, 4) == pytest.approx(12.5)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "nics", "alltoall_us", "allgather_us"),
-    [
-        (4, 1, 1000, 1000),
-        # 2 ranks for 4 on a NIC: half as many bytes cross it. A ring crosses it once in any case.
-        (2, 1, 500, 1000),
-        (8, 1, 2000, 1000),
-        # Each NIC of 2 carries half.
-        (4, 2, 500, 500),
-        (8, 2, 1000, 500),
-    ],
-)
-def test_another_sharing_of_a_nic_is_converted(
-    ranks: int, nics: int, alltoall_us: float, allgather_us: float
-) -> None:
-    """Curves of 4 ranks and one NIC, 1 us for 1 KB."""
-
-    def measured(operation: PricedOperation) -> Curve:
-        sizes = (MB_BYTES // 2, MB_BYTES, 2 * MB_BYTES)
-        times = (500.0, 1000.0, 2000.0)
-        return curve(operation=operation, group_size=8, sizes_bytes=sizes, times_us=times)
-
-    curves = map(measured, COLLECTIVES)
-    found = cluster(*curves, ranks=ranks, nics=nics, calibrated_node=(4, 1))
-    for operation, us in (("alltoall", alltoall_us), ("allgather", allgather_us)):
-        time_us = found.time_us(operation, "inter", MB_BYTES, 2 * ranks, ranks)  # type: ignore[arg-type]
-        assert time_us == pytest.approx(us)
-
-
-def test_nodes_of_two_predicted_from_nodes_of_four() -> None:
-    # docs/results.md has what 2 nodes of 2 ranks took at the same rate. In the
-    # other chains the cores, which half as many ranks share there, count as much as the network.
-    measured_us = 1_110_000
+def test_measured_curves_are_of_nodes_that_share_interfaces_alike() -> None:
     calibrated = load_cluster(CONFIGS.parent / "docs" / "benchmarks" / "regret_2x4.yaml")
-    converted = replace(calibrated, ranks_per_node=2)
-    by_hand = replace(converted, calibrated_node=None)
-    shape = shape_of(4, ranks_per_node=2, num_experts=48, tokens=512, hidden=1024)
-    wrong_us, right_us = (
-        plan(replace(shape, value_bytes=4), each, num_chunks=(1,)).best_us()["alltoall"]
-        for each in (by_hand, converted)
-    )
-    assert wrong_us is not None and wrong_us > 1.8 * measured_us
-    assert right_us == pytest.approx(measured_us, rel=0.1)
+    with pytest.raises(ValueError, match=r"^ranks_per_node: got 2, must share interfaces as the"):
+        calibrated.of_job(2)
+    # An interface for each rank.
+    assert replace(calibrated, nics_per_node=4).of_job(2).nics_per_node == 2
 
 
 def test_another_network_rate_scales_the_bytes_and_not_the_start() -> None:
@@ -161,7 +121,8 @@ def test_a_start_that_the_transfer_hides_is_not_added_to_it() -> None:
 
 def test_contention_as_measured_else_as_the_memory_that_a_link_leaves() -> None:
     """Of 100 GB/s of memory, 10 read and 10 written by the node link leave 80, the network 98."""
-    found = cluster(contention=(Contention.from_text("memory network 1.1 1.6"),))
+    rows = (("memory", "network", 1.1), ("network", "memory", 1.6))
+    found = cluster(contention=rows)
     assert found.factor("intra", "memory") == found.factor("memory", "intra") == 100 / 80
     assert (found.factor("memory", "inter"), found.factor("inter", "memory")) == (1.1, 1.6)
     assert (found.factor("inter", "intra"), found.factor("inter", "inter")) == (1.0, 2.0)
@@ -173,38 +134,20 @@ def test_rows_are_read_as_they_are_written() -> None:
         again = Curve.from_text(str(row))
         assert replace(again, times_us=row.times_us) == row
         assert again.times_us == pytest.approx(row.times_us, rel=1e-11)
-    entry = Contention(pair=("intra", "memory"), factor=1.25, factor_of_second=2.0)
-    assert Contention.from_text(str(entry)) == entry
 
 
 @pytest.mark.parametrize(
-    ("read", "text"),
+    "text",
     [
-        *(
-            (Curve.from_text, text)
-            for text in (
-                *("", "alltoall network 8", "alltoall network 8 1:1", "alltoall network 8 1:1 2"),
-                *(
-                    "alltoall inter 8 1:1 2:2",
-                    "alltoall memory 8 1:1 2:2",
-                    "copy network 1 1:1 2:2",
-                ),
-                *("send network 8 1:1 2:2", "alltoall network 8 2:1 1:2", "copy memory 1 1:0 2:2"),
-                *("copy memory 1 1:nan 2:2", "copy memory x 1:1 2:2", "copy memory 1 1.5:1 2:2"),
-            )
-        ),
-        *(
-            (Contention.from_text, text)
-            for text in (
-                *("network", "network memory 1.5", "network disk 1 1", "network memory 0.5 1"),
-                *("network memory 1 inf", "network memory 1 x"),
-            )
-        ),
+        *("", "alltoall network 8", "alltoall network 8 1:1", "alltoall network 8 1:1 2"),
+        *("alltoall inter 8 1:1 2:2", "alltoall memory 8 1:1 2:2", "copy network 1 1:1 2:2"),
+        *("send network 8 1:1 2:2", "alltoall network 8 2:1 1:2", "copy memory 1 1:0 2:2"),
+        *("copy memory 1 1:nan 2:2", "copy memory x 1:1 2:2", "copy memory 1 1.5:1 2:2"),
     ],
 )
-def test_a_bad_row_is_refused(read: Callable[[str], object], text: str) -> None:
+def test_a_bad_row_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        read(text)
+        Curve.from_text(text)
 
 
 def published_rows() -> list[dict[str, str]]:

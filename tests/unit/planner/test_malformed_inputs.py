@@ -87,6 +87,8 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     ),
     ("cluster", ("node_link", "curves"), "H10", ["curves: got H10", "A100-SXM4-80GB"]),
     ("cluster", ("contention",), ["memory network"], ["contention[0]: got 'memory network'"]),
+    ("cluster", ("contention",), [["memory", "network", 0.5]], ["contention: got 0.5", ">= 1"]),
+    ("cluster", ("contention",), [["memory", "disk", 2]], ["contention[0][1]: got 'disk'"]),
     ("cluster", ("curves",), ["alltoall network 8 5:6"], ["curves[0]: got", "at least 2 bytes:us"]),
     ("cluster", ("curves",), ["alltoall network 8 5:6 4:7"], ["curves[0]: got", "ascending"]),
     ("cluster", ("name",), "a\x1b[2J", [r"name: got 'a\x1b[2J'", "printable characters"]),

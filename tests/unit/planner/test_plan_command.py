@@ -71,7 +71,7 @@ def test_every_layout_that_fits_has_the_fewest_stages(capsys: pytest.CaptureFixt
     costs = [entry["us_per_1k_tokens"] for entry in layouts]
     assert costs == sorted(costs) and len(costs) > 10
     best = layouts[0]
-    assert (best["chain"], best["ep"]) == (planned["chain"], planned["key"]["ep"])
+    assert (best["chain"], best["ep"]) == (planned["chain"], planned["shape"]["layout"]["ep"])
     # An exchange in a node needs 16 stages, so none has more.
     in_node = [entry["pp"] for entry in layouts if entry["num_nodes"] == 1]
     assert min(in_node) == max(entry["pp"] for entry in layouts) == 16
@@ -85,11 +85,11 @@ def test_every_layout_that_fits_has_the_fewest_stages(capsys: pytest.CaptureFixt
 def test_the_ranking_follows_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     first = {}
     mixtral = ["plan", "--model", "mixtral_8x7b", "--cluster", "a100_hdr", "--world-size", "16"]
-    for words in ((), ("--tokens", "64"), ("--routing", "skewed")):
+    for words in ((), ("--tokens", "64")):
         first[words] = document(capsys, *mixtral, *words)["layouts"][0]
-    even, few, skewed = first.values()
+    even, few = first.values()
     assert even["tokens"] > few["tokens"] == 64
-    assert skewed["predicted_us"] > even["predicted_us"] > few["predicted_us"]
+    assert even["predicted_us"] > few["predicted_us"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_run_file_says_what_was_planned(
     for number, sizes in enumerate(
         (
             ["--nodes", "2", "--ranks-per-node", "64", "--ep", "128"],
-            ["--nodes", "4", "--ranks-per-node", "2", "--ep", "8"],
+            ["--nodes", "4", "--ranks-per-node", "4", "--ep", "16"],
         )
     ):
         words = ["plan", "--model", str(model), "--cluster", "gb200_nvl72", *sizes]
@@ -200,9 +200,9 @@ def test_hosts_in_part_are_the_nodes(
 ) -> None:
     """4 of the 8 ranks of each of two hosts: two nodes, in every command that takes sizes."""
     part = document(capsys, *PLAN, "--nodes", "2", "--ranks-per-node", "4", "--ep", "8")
-    assert part["key"]["nodes"] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert part["shape"]["layout"]["nodes"] == [0, 0, 0, 0, 1, 1, 1, 1]
     single = document(capsys, *PLAN, "--nodes", "4", "--ranks-per-node", "1", "--ep", "4")
-    assert single["key"]["nodes"] == [0, 1, 2, 3]
+    assert single["shape"]["layout"]["nodes"] == [0, 1, 2, 3]
     drawn = document(
         capsys, "timeline", *PLAN[1:], "--nodes", "2", "--ranks-per-node", "4", "--ep", "8",
         "--chain", "hierarchical_alltoall", "--out", str(tmp_path),
@@ -219,19 +219,18 @@ def test_hosts_in_part_are_the_nodes(
         (tmp_path / "train.py").touch()
         launched = prepare("run.yaml", [], None, dry_run=True).plan
         assert launched is not None and launched.chain == planned["chain"]
-        assert list(launched.key.nodes) == planned["key"]["nodes"]
+        assert list(launched.shape.layout.nodes) == planned["shape"]["layout"]["nodes"]
 
 
 def test_a_rack_is_one_node_of_many_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     """GB200: hosts of 4 make up a node of 72, of which a job may use 64."""
     rack = ["plan", "--model", "qwen3_30b_a3b", "--cluster", "gb200_nvl72"]
     whole = document(capsys, *rack, "--nodes", "16", "--ranks-per-node", "4", "--ep", "64")
-    assert set(whole["key"]["nodes"]) == {0}
+    assert set(whole["shape"]["layout"]["nodes"]) == {0}
     part = document(capsys, *rack, "--nodes", "2", "--ranks-per-node", "64", "--ep", "128")
-    assert part["key"]["nodes"] == [0] * 64 + [1] * 64
-    # Two ranks of each of four hosts still share their rack.
-    hosts = document(capsys, *rack, "--nodes", "4", "--ranks-per-node", "2", "--ep", "8")
-    assert set(hosts["key"]["nodes"]) == {0}
+    assert part["shape"]["layout"]["nodes"] == [0] * 64 + [1] * 64
+    with pytest.raises(ValueError, match=r"ranks_per_node: got 2, must be a multiple of 4"):
+        load_cluster("gb200_nvl72").of_job(2)
 
 
 def test_a_job_has_its_share_of_the_interfaces() -> None:

@@ -9,8 +9,7 @@ from clusters import layout_of, preset, shape_of
 from monta_megatron.core import Layout, Routing
 from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.plan import plan
-from monta_megatron.planner.routing.drawn import skewed_routing
-from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.routing import UniformRouting
 
 
 class RankByRank(UniformRouting):
@@ -74,8 +73,6 @@ def test_the_plan_is_that_of_all_ranks(seed: int) -> None:
 def test_ranks_that_stand_for_others() -> None:
     even, routing = layout_of(16, 1, 8, 64), UniformRouting(num_experts=64, topk=8)
     assert shown(even, routing) == shown(replace(even, nodes=(0, 1) * 8), routing) == {0: 16}
-    # Nobody knows what a sample holds.
-    assert shown(even, skewed_routing(64, 8)) == dict.fromkeys(range(16), 1)
     # EP 12 on nodes of 4 from the third rank of a node on: 2, 4, 4 and 2 ranks.
     layout = replace(layout_of(12, 1, 4, 12), nodes=(0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3))
     assert shown(layout, UniformRouting(num_experts=12, topk=2)) == {0: 4, 2: 8}

@@ -9,8 +9,7 @@ from clusters import layout_of
 from counted_routing import CountedRouting
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.planner.routing.drawn import SampledRouting
-from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.routing import UniformRouting
 
 
 @pytest.mark.parametrize(
@@ -68,15 +67,13 @@ def test_expected_counts_are_the_mean_of_counts(chain: str, rank: int) -> None:
         np.put_along_axis(routing_map, chosen, True, axis=1)
         maps.append(routing_map)
     measured = CountedRouting(name="recorded", routing_maps=tuple(maps))
-    sampled = SampledRouting(name="sample", routing_map=np.concatenate(maps))
     uniform = UniformRouting(num_experts=16, topk=3)
     counted = measured.counts(CHAINS[chain], layout, 0, num_blocks)
-    for routing in (uniform, sampled):
-        expected = routing.counts(CHAINS[chain], layout, num_tokens, num_blocks)
-        for name, counts in vars(counted).items():
-            if not isinstance(counts, np.ndarray):
-                assert getattr(expected, name) == counts
-                continue
-            assert getattr(expected, name).shape == counts.shape, name
-            # Three standard deviations of a share of 3,000 tokens are under 85 of them.
-            assert np.abs(getattr(expected, name) - counts).max() < 170, name
+    expected = uniform.counts(CHAINS[chain], layout, num_tokens, num_blocks)
+    for name, counts in vars(counted).items():
+        if not isinstance(counts, np.ndarray):
+            assert getattr(expected, name) == counts
+            continue
+        assert getattr(expected, name).shape == counts.shape, name
+        # Three standard deviations of a share of 3,000 tokens are under 85 of them.
+        assert np.abs(getattr(expected, name) - counts).max() < 170, name

@@ -58,7 +58,7 @@ def test_nodes_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     """4 ranks share a node link: 16 ranks are 4 nodes."""
     path = write(tmp_path, training_log({**ON_16, "moe_monta_ranks_per_node": 4}, 9000.0))
     planned = document(capsys, "plan", "--log", str(path), *CLUSTER)
-    assert planned["key"]["nodes"] == [rank // 4 for rank in range(16)]
+    assert planned["shape"]["layout"]["nodes"] == [rank // 4 for rank in range(16)]
 
 
 LABELS: dict[str, Callable[[str], str]] = {

@@ -11,10 +11,11 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.nodes import number_nodes
-from monta_megatron.core import Layout, Routing, Shape
+from monta_megatron.common.units import counted
+from monta_megatron.core import Layout, Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.plan import plan
-from monta_megatron.planner.routing.drawn import expected_routing, make_routing
+from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.tools.bench.settings import Settings
 
 PROBS_BYTES = 4
@@ -131,7 +132,11 @@ def limit_ms(crossing: NDArray[np.int64], row_bytes: int, node_gbit_per_s: float
 
 
 def routing_map(settings: Settings, layout: Layout, rank: int) -> NDArray[np.bool_]:
-    """[T, E] experts of the tokens of one rank of the launch.
+    """[T, E] experts of the tokens of one rank of the launch, the same wherever they are drawn.
+
+        uniform         any experts
+        skewed          the i-th most wanted expert is drawn with weight 1/i, in the seed's order
+        node-limited    experts on half of the nodes (rounded down), drawn for every token
 
     Args:
         settings: of the benchmark.
@@ -139,19 +144,45 @@ def routing_map(settings: Settings, layout: Layout, rank: int) -> NDArray[np.boo
         rank: the rank whose tokens these are.
 
     Raises:
-        ValueError: the routing cannot be on this layout.
+        ValueError: "node-limited" where half of the nodes hold too few experts.
     """
-    nodes = expert_nodes(layout)
-    return make_routing(
-        settings.routing, settings.tokens, settings.topk, nodes, settings.seed, rank
-    )
+    generator = np.random.default_rng([settings.seed, rank])
+    # The highest of log-weight + Gumbel noise are a weighted draw without replacement.
+    scores = generator.gumbel(size=(settings.tokens, settings.num_experts))
+    if settings.routing == "skewed":
+        order = np.random.default_rng(settings.seed).permutation(settings.num_experts)
+        scores -= np.log1p(order)
+    if settings.routing == "node-limited":
+        of_experts, limit = expert_nodes(layout), node_limit(settings, layout)
+        nodes = np.unique(of_experts)
+        drawn = generator.random((settings.tokens, len(nodes))).argsort(axis=1)[:, :limit]
+        # [T, limit, 1] == [E] -> [T, E]
+        scores[~(nodes[drawn][:, :, None] == of_experts).any(axis=1)] = -np.inf
+    highest = np.argpartition(scores, -settings.topk, axis=1)[:, -settings.topk :]
+    chosen = np.zeros(scores.shape, dtype=np.bool_)
+    np.put_along_axis(chosen, highest, True, axis=1)
+    return chosen
 
 
-def routing_of(settings: Settings, layout: Layout) -> Routing:
-    """Routing that the planner expects."""
-    return expected_routing(
-        settings.routing, settings.num_experts, settings.topk, layout.num_nodes, settings.seed
-    )
+def node_limit(settings: Settings, layout: Layout) -> int:
+    """Nodes of a token in "node-limited"."""
+    nodes, num_experts = np.unique(expert_nodes(layout), return_counts=True)
+    limit = len(nodes) // 2
+    if settings.topk > limit * num_experts.min():
+        raise ValueError(
+            f"--routing: got node-limited, must leave the {settings.topk} experts of a token to "
+            f"choose from; half of {counted(len(nodes), 'node')}, rounded down, hold "
+            f"{limit * num_experts.min()}"
+        )
+    return limit
+
+
+def routing_of(settings: Settings, layout: Layout) -> UniformRouting:
+    """Routing that a training's planner expects: its router's, however skewed the data are."""
+    router = UniformRouting(num_experts=settings.num_experts, topk=settings.topk)
+    if settings.routing != "node-limited":
+        return router
+    return replace(router, num_groups=layout.num_nodes, group_topk=node_limit(settings, layout))
 
 
 def predict(

@@ -3,10 +3,9 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
 
 from monta_megatron.core import Shape
-from monta_megatron.planner.cluster import Cluster, KernelChoice
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
 from monta_megatron.planner.models.model import Model, model_of
@@ -60,7 +59,7 @@ def exchanges_of_run(config: RunConfig, arguments: Arguments, file: str) -> RunE
     model = model_of_run(config, arguments, file)
     # The dispatcher's cluster file: the run file's, unless the command line names another.
     cluster_file = str(arguments["moe-monta-cluster"].value)
-    cluster = load_cluster(cluster_file).with_kernel_choice(kernels_of_run(arguments))
+    cluster = load_cluster(cluster_file).with_kernels(may_fuse(arguments))
     try:
         cluster = cluster.of_job(config.layout.ranks_per_node)
     except ValueError as error:
@@ -100,19 +99,18 @@ def model_of_run(config: RunConfig, arguments: Arguments, file: str) -> Model:
     return model_of(values, name, f"{file}: megatron")
 
 
-def kernels_of_run(arguments: Arguments) -> KernelChoice:
-    """Value of `--moe-monta-kernels`.
+def may_fuse(arguments: Arguments) -> bool:
+    """Whether `--moe-monta-kernels` lets Triton kernels run.
 
     Raises:
-        ValueError: something else than it may.
+        ValueError: it has an unknown value.
     """
     if KERNELS not in arguments:
-        return "auto"
+        return True
     given = arguments[KERNELS]
-    choice = str(given.value)
-    if choice not in get_args(KernelChoice):
-        raise ValueError(f"{given.source}: got {choice}, must be auto, torch or fused")
-    return cast("KernelChoice", choice)
+    if given.value not in ("auto", "torch", "fused"):
+        raise ValueError(f"{given.source}: got {given.value}, must be auto, torch or fused")
+    return given.value != "torch"
 
 
 def size_of(arguments: Arguments, name: str, default: int) -> int:

@@ -83,7 +83,7 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> PlannedRun:
 
 def _over_alltoall(plan: Plan, shape: Shape, cluster: Cluster) -> Benefit:
     """Benefit of a chain that was named, which leaves nothing to choose from."""
-    stock = price(shape, cluster, ALLTOALL, 1, plan.key.phase)
+    stock = price(shape, cluster, ALLTOALL, 1, plan.phase)
     return Benefit(chain=plan.chain, chosen_us=plan.predicted_us, alltoall_us=stock.total_us)
 
 

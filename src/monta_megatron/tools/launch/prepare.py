@@ -87,7 +87,6 @@ class Run:
             )
             if self.benefit is not None:
                 yield f"benefit: {self.benefit.text}"
-            yield from (f"rate: {rate}" for rate in plan.rates)
         yield from (f"note: {note}" for note in self.notes)
         yield f"directory: {self.directory}"
 
@@ -113,7 +112,7 @@ class Run:
                 "num_chunks": plan.num_chunks,
                 "predicted_us": plan.predicted_us,
                 "reason": plan.reason,
-                "rates": strict_yaml.plain(plan.rates),
+                "rates": plan.rates,
             },
             "benefit": None if self.benefit is None else self.benefit.document(),
             "memory": None if self.memory is None else self.memory.document(),

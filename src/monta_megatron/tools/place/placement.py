@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from monta_megatron.common import files
 from monta_megatron.common.files import write_whole
-from monta_megatron.planner.routing.expected import UniformRouting
+from monta_megatron.planner.routing import UniformRouting
 
 Routings = NDArray[np.bool_]
 

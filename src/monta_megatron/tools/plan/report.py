@@ -82,16 +82,16 @@ class PlanReport:
 
     def _fields(self) -> Iterator[tuple[str, str]]:
         """Request, choice and answers, the most important first."""
-        planned, plan, key = self.planned, self.planned.plan, self.planned.plan.key
+        planned, plan, shape = self.planned, self.planned.plan, self.planned.shape
         choice = Choice(chain=plan.chain, num_chunks=plan.num_chunks)
         if planned.ranking is not None:
             yield "layout", cross_or_stay(planned.ranking)
         else:
             yield (
                 "exchange",
-                f"EP {key.ep} x ETP {key.etp} over {counted(len(set(key.nodes)), 'node')}, "
-                f"{key.tokens_per_rank:,} tokens of a rank, top-{key.topk} of {key.num_experts} "
-                f"experts, {key.routing}",
+                f"{shape.layout.name}, {shape.tokens_per_rank:,} tokens of a rank, "
+                f"top-{shape.routing.max_experts_per_token} of {shape.routing.num_experts} "
+                f"experts, {shape.routing.name}",
             )
         ends = "" if plan.range_us is None else " ({:,.0f} to {:,.0f})".format(*plan.range_us)
         time = f"{plan.predicted_us:,.0f}{ends} us per layer and micro-batch"
@@ -107,7 +107,7 @@ class PlanReport:
             yield "benefit", planned.benefit.text
         yield "needs", planned.memory.text
         yield from (("note", note) for note in plan.notes)
-        rates = (f"{RESOURCE_NAMES[of.resource]} {of.rate.in_both_units}" for of in plan.rates)
+        rates = (f"{RESOURCE_NAMES[name]} {rate}" for name, rate in plan.rates.items())
         yield "rates", f"{', '.join(rates)}; their sources are in the cluster file"
 
 

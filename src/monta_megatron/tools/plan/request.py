@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.rules import PositiveInt, require
@@ -11,13 +11,18 @@ from monta_megatron.core import Shape
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout, most_moe_layers, uneven_stages
+from monta_megatron.planner.layout import (
+    ParallelLayout,
+    most_moe_layers,
+    shape_of_layout,
+    uneven_stages,
+)
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
 from monta_megatron.planner.plan import Plan, with_ranges
 from monta_megatron.planner.plan import plan as plan_shape
-from monta_megatron.planner.ranking import RankedLayout, rank_layouts, routed_shape
+from monta_megatron.planner.ranking import RankedLayout, rank_layouts
 
 # An index of rows has 32 bits.
 MOST_TOKENS = 2**31 - 1
@@ -38,7 +43,6 @@ class PlanRequest:
         tokens: of a rank; None for the model's batch.
         seq_length, micro_batch_size: of the training; None for the model file's.
         global_batch_size: sequences of an iteration.
-        routing: of the tokens, see `planner.routing.drawn`.
         phase: the passes whose time counts.
     """
 
@@ -55,7 +59,6 @@ class PlanRequest:
     seq_length: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None
     global_batch_size: PositiveInt | None = None
-    routing: Literal["uniform", "skewed", "node-limited"] = "uniform"
     phase: Phase = "forward_backward"
 
 
@@ -110,25 +113,21 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
     require(sizes["world_size"] <= cluster.num_ranks, "world_size", sizes["world_size"], rule)
 
     # Step 2: the layout.
-    routing, phase, ranking = request.routing, request.phase, None
+    phase, ranking = request.phase, None
     if not sizes.keys() & {"tp", "ep", "etp"}:
-        rule = "be beside a layout (--ep N): it depends on the nodes of an exchange"
-        require(routing != "node-limited", "--routing", routing, rule)
-        ranking = rank_layouts(
-            model, cluster, **sizes, tokens=request.tokens, routing=routing, phase=phase
-        )
+        ranking = rank_layouts(model, cluster, **sizes, tokens=request.tokens, phase=phase)
     layout = ranking[0] if ranking else ParallelLayout(**sizes)
     incompatibility = layout.incompatibility(model)
     if incompatibility is not None:
         raise ValueError(incompatibility)
 
     # Step 3: the chain.
-    shape = routed_shape(model, cluster, layout, request.tokens, routing)
+    shape = shape_of_layout(model, layout, cluster.ranks_per_node, request.tokens)
     rule = f"be at most {MOST_TOKENS:,} on a rank"
     require(shape.tokens_per_rank <= MOST_TOKENS, "tokens", shape.tokens_per_rank, rule)
     plan = with_ranges(plan_shape(shape, cluster, phase=phase, **settings), shape, cluster)
     tokens = shape.tokens_per_rank
-    notes = [*plan.notes, *cluster.notes_on(layout.world_size), *model.notes]
+    notes = [*plan.notes, *model.notes]
     for name, layers in (uneven_stages(model, layout.pp) or {}).items():
         notes.insert(0, f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}")
 
@@ -159,4 +158,4 @@ def cluster_of(given: str | Path | Cluster) -> Cluster:
     """A cluster, or that of a file or a preset with the kernels that run on it."""
     if isinstance(given, Cluster):
         return given
-    return load_cluster(given).with_kernel_choice("auto")
+    return load_cluster(given).with_kernels(fused=True)

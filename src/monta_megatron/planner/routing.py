@@ -1,4 +1,4 @@
-"""Expected counts of a routing, from a formula or from a sample of tokens.
+"""Expected counts of a router, by a formula.
 
 The chains are bound to these counts by the same code that binds them to a micro-batch's counts,
 with floats instead of integers.
@@ -20,62 +20,8 @@ from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
 
 
-class ExpectedRouting:
-    """Expected counts from two distributions that are the same for every token."""
-
-    @property
-    def expert_shares(self) -> NDArray[np.float64]:
-        """[E] share of the tokens that go to each expert."""
-        raise NotImplementedError
-
-    def hits(self, num_parts: int) -> NDArray[np.float64]:
-        """[P] share of the tokens that have an expert in each of P equal parts of the experts."""
-        raise NotImplementedError
-
-    def is_even(self, num_parts: int) -> bool:
-        """See `Routing`."""
-        return not np.ptp(self.expert_shares) and not np.ptp(self.hits(num_parts))
-
-    def counts(
-        self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
-    ) -> ChainCounts:
-        """See `Routing`."""
-        local = slice(layout.first_expert, layout.first_expert + layout.num_local_experts)
-        if chain.rows == "permuted tokens":
-            sent = (tokens_per_rank * self.expert_shares).reshape(layout.ep, -1)
-            shape = (layout.etp, layout.ep, layout.num_local_experts)
-            return Counts(sent=sent, received=np.broadcast_to(sent.reshape(-1)[local], shape))
-        block = tokens_per_rank / num_blocks
-        num_sources = len(layout.nodes)
-
-        def everywhere(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-            """[...] -> [S, B, ...]: the same from every source in every block."""
-            return np.broadcast_to(counts, (num_sources, num_blocks, *counts.shape))
-
-        fields: dict[str, Any] = {}
-        for part in chain.copies_per:
-            if part == "node":
-                to_nodes = block * self.hits(layout.num_nodes)
-                fields["sent_to_nodes"] = everywhere(to_nodes)[0]
-                fields["for_node"] = everywhere(to_nodes[layout.node])
-            elif part == "rank":
-                to_ranks = block * self.hits(layout.ep)
-                if "node" in chain.copies_per:
-                    first = layout.node * layout.ranks_per_node
-                    here = to_ranks[first : first + layout.ranks_per_node]
-                    fields["for_node_ranks"] = everywhere(here)
-                else:
-                    fields["sent_to_ranks"] = everywhere(to_ranks)[0]
-                    fields["for_rank"] = everywhere(to_ranks[layout.rank])
-        return TokenCounts(
-            tokens=everywhere(np.array(block)),
-            experts=everywhere(block * self.expert_shares[local]),
-            **fields,
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
-class UniformRouting(ExpectedRouting):
+class UniformRouting:
     """k of E experts at random, within `group_topk` of `num_groups` groups, also at random.
 
     Attributes:
@@ -102,14 +48,51 @@ class UniformRouting(ExpectedRouting):
         """k."""
         return self.topk
 
-    @property
-    def expert_shares(self) -> NDArray[np.float64]:
-        """[E] share of the tokens that go to each expert."""
-        return np.full(self.num_experts, self.topk / self.num_experts)
-
     def hits(self, num_parts: int) -> NDArray[np.float64]:
         """[P] share of the tokens that have an expert in each part."""
         return _uniform_hits(self, num_parts)
+
+    def is_even(self, num_parts: int) -> bool:
+        """See `Routing`."""
+        return not np.ptp(self.hits(num_parts))
+
+    def counts(
+        self, chain: Chain, layout: Layout, tokens_per_rank: int, num_blocks: int
+    ) -> ChainCounts:
+        """See `Routing`."""
+        share = self.topk / self.num_experts
+        if chain.rows == "permuted tokens":
+            received = np.full(
+                (layout.etp, layout.ep, layout.num_local_experts), tokens_per_rank * share
+            )
+            return Counts(sent=received[0], received=received)
+        block = tokens_per_rank / num_blocks
+        num_sources = len(layout.nodes)
+
+        def everywhere(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+            """[...] -> [S, B, ...]: the same from every source in every block."""
+            return np.broadcast_to(counts, (num_sources, num_blocks, *counts.shape))
+
+        fields: dict[str, Any] = {}
+        for part in chain.copies_per:
+            if part == "node":
+                to_nodes = block * self.hits(layout.num_nodes)
+                fields["sent_to_nodes"] = everywhere(to_nodes)[0]
+                fields["for_node"] = everywhere(to_nodes[layout.node])
+            elif part == "rank":
+                to_ranks = block * self.hits(layout.ep)
+                if "node" in chain.copies_per:
+                    first = layout.node * layout.ranks_per_node
+                    here = to_ranks[first : first + layout.ranks_per_node]
+                    fields["for_node_ranks"] = everywhere(here)
+                else:
+                    fields["sent_to_ranks"] = everywhere(to_ranks)[0]
+                    fields["for_rank"] = everywhere(to_ranks[layout.rank])
+        return TokenCounts(
+            tokens=everywhere(np.array(block)),
+            experts=everywhere(np.full(layout.num_local_experts, block * share)),
+            **fields,
+        )
 
 
 @cache

@@ -1,1 +1,0 @@
-"""Routing of tokens: expected counts, and draws at random that they agree with."""
