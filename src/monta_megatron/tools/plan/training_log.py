@@ -28,8 +28,7 @@ ITEM = re.compile(LABEL + r"- (\S+)$")
 SECTION = re.compile(r"\[([a-z]+)\](?::$| Non-default values )")
 # With one of these a training starts.
 START = re.compile(rf"- arguments -|{LABEL}model:$|\[model\] Non")
-# One of these is in every line that says something, which is found faster than by expressions.
-MARKS, LONGEST_LINE = ("iteration", "..", ":", "- "), 4096
+LONGEST_LINE = 4096
 # Places of a configuration whose keys are read.
 PLACES = (("model",), ("model", "transformer"), ("train",))
 UNSET = ("None", "null", "False", "false", "")
@@ -125,7 +124,7 @@ def read_training_log(path: Path) -> TrainingLog:
     lines: list[str] = []
     has_iterations = False
     for line in text.splitlines():
-        if len(line) < LONGEST_LINE and any(mark in line for mark in MARKS):
+        if len(line) < LONGEST_LINE:
             lines.append(NOISE.sub("", line).rstrip())
             if has_iterations and START.search(lines[-1]):
                 lines, has_iterations = lines[-1:], False
