@@ -16,7 +16,7 @@ from typing import Any
 from monta_megatron.common.rules import require
 from monta_megatron.planner.models.model import Reader, model_of
 from monta_megatron.tools.launch.arguments import DISPATCHER, PARALLEL_ARGUMENTS
-from monta_megatron.tools.launch.log import ITERATION, read_log
+from monta_megatron.tools.launch.log import ITERATION, TIME_MS, read_log
 from monta_megatron.tools.plan.request import PlanRequest
 
 # Colours, and what Ray says behind a line that several actors print, and Bridge behind a value.
@@ -129,7 +129,9 @@ def read_training_log(path: Path) -> TrainingLog:
             if has_iterations and START.search(lines[-1]):
                 lines, has_iterations = lines[-1:], False
             has_iterations |= ITERATION.search(line) is not None
-    times_ms = list(read_log("\n".join(lines)).times_ms.values())
+    # A line that is cut says nothing of the iteration that it names.
+    timed = filter(TIME_MS.search, lines)
+    times_ms = list(read_log("\n".join(timed)).times_ms.values())
     if not times_ms:
         raise ValueError(
             f"{file}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, "
