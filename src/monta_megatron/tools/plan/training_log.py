@@ -16,7 +16,7 @@ from typing import Any
 from monta_megatron.common.rules import require
 from monta_megatron.planner.models.model import Reader, model_of
 from monta_megatron.tools.launch.arguments import DISPATCHER, PARALLEL_ARGUMENTS
-from monta_megatron.tools.launch.log import ITERATION, read_log
+from monta_megatron.tools.launch.log import ITERATION, TIME_MS, read_log
 from monta_megatron.tools.plan.request import PlanRequest
 
 # Colours, and what Ray says behind a line that several actors print, and Bridge behind a value.
@@ -28,8 +28,7 @@ ITEM = re.compile(LABEL + r"- (\S+)$")
 SECTION = re.compile(r"\[([a-z]+)\](?::$| Non-default values )")
 # With one of these a training starts.
 START = re.compile(rf"- arguments -|{LABEL}model:$|\[model\] Non")
-# One of these is in every line that says something, which is found faster than by expressions.
-MARKS, LONGEST_LINE = ("iteration", "..", ":", "- "), 4096
+LONGEST_LINE = 4096
 # Places of a configuration whose keys are read.
 PLACES = (("model",), ("model", "transformer"), ("train",))
 UNSET = ("None", "null", "False", "false", "")
@@ -125,12 +124,14 @@ def read_training_log(path: Path) -> TrainingLog:
     lines: list[str] = []
     has_iterations = False
     for line in text.splitlines():
-        if len(line) < LONGEST_LINE and any(mark in line for mark in MARKS):
+        if len(line) < LONGEST_LINE:
             lines.append(NOISE.sub("", line).rstrip())
             if has_iterations and START.search(lines[-1]):
                 lines, has_iterations = lines[-1:], False
             has_iterations |= ITERATION.search(line) is not None
-    times_ms = list(read_log("\n".join(lines)).times_ms.values())
+    # A line that is cut says nothing of the iteration that it names.
+    timed = filter(TIME_MS.search, lines)
+    times_ms = list(read_log("\n".join(timed)).times_ms.values())
     if not times_ms:
         raise ValueError(
             f"{file}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, "
