@@ -8,7 +8,7 @@ from pool import Pools
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges, shape_of_model
+from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import plan
 
@@ -38,7 +38,7 @@ def test_the_tests_of_the_page_pass(pools: Pools, tests: dict[str, Test]) -> Non
 def test_the_planner_prices_it(tests: dict[str, Test]) -> None:
     model = load_model(CONFIGS / "models" / "olmoe_1b_7b.yaml")
     cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "emulated_2x4_500mbit.yaml")
-    (place,) = exchanges(ParallelLayout(world_size=8, ep=8), model.num_experts, 4)
+    place = exchange_of(ParallelLayout(world_size=8, ep=8), model.num_experts, 4)
     chains = ["rail_allgather", "hierarchical_allgather"]
     found = plan(shape_of_model(model, place, 512), cluster, chains=chains, num_chunks=[4])
     bytes_of = {entry.chain: entry.inter_bytes for entry in found.candidates}

@@ -18,7 +18,7 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.core import Shape
 from monta_megatron.exchange.recording import Span, TimedStep, spans_of
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges, shape_of_model
+from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.price import price
 from monta_megatron.tools.timeline.drawing import chrome_trace
@@ -38,7 +38,7 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def shape() -> Shape:
     model = load_model(MODEL)
-    (layout,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
+    layout = exchange_of(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
     return shape_of_model(model, layout, 4096)
 
 

@@ -22,7 +22,7 @@ from monta_megatron.chains.program import (
 from monta_megatron.core import Layout
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges, shape_of_model
+from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.price import bind_expected, lower_expected
@@ -134,7 +134,7 @@ def test_long_sequences_hold_a_window_of_chunks() -> None:
     """131,072 tokens per rank, Qwen3-235B at EP 16 on two nodes, by PyTorch's operations."""
     model = load_model(CONFIGS / "models/qwen3_235b_a22b.yaml")
     cluster = load_cluster("h100_8x_ndr")
-    (place,) = exchanges(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
+    place = exchange_of(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
     shape = shape_of_model(model, place, 131_072)
 
     found = plan(shape, cluster.with_kernels(False))

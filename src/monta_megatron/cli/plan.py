@@ -20,12 +20,12 @@ examples:
   monta plan --model qwen3_30b_a3b --cluster a100_hdr --world-size 32 --ep 16 \\
       --sweep tokens=512,1k,2k,4k,8k
 """
-SWEPT = ("tokens", "world-size", "inter-rate-ratio", "ep")
+SWEPT = ("tokens", "world-size", "ep")
 # Flags that do not go with another.
 APART = {
     "log": ("model", "iteration_ms", "sweep", "out"),
     "sweep": ("chain", "iteration_ms", "out", "stages"),
-    "out": ("inter_rate_ratio", "tokens"),
+    "out": ("tokens",),
 }
 
 
@@ -88,12 +88,11 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
 def run(parsed: argparse.Namespace) -> int:
     """Print the plan, the ranking, or the sweep."""
     _check(parsed)
-    from monta_megatron.planner.benefit import Measured, share_of
+    from monta_megatron.planner.benefit import share_of
     from monta_megatron.tools.plan.report import PlanReport
     from monta_megatron.tools.plan.request import plan_request
 
-    measured = None if parsed.iteration_ms is None else Measured(iteration_ms=parsed.iteration_ms)
-    request = planning.request_of(parsed)
+    request, iteration_ms, ran = planning.request_of(parsed), parsed.iteration_ms, "alltoall"
     if parsed.sweep is not None:
         from monta_megatron.tools.plan.sweep import sweep
 
@@ -103,11 +102,11 @@ def run(parsed: argparse.Namespace) -> int:
         from monta_megatron.tools.plan.training_log import read_training_log
 
         log = read_training_log(parsed.log)
-        request, measured = log.request(request), log.measured
+        request, iteration_ms, ran = log.request(request), log.iteration_ms, log.dispatcher
     planned = plan_request(request)
     share = None
-    if measured is not None and planned.benefit is not None:
-        share = share_of(measured, planned.benefit, planned.plan.best_us())
+    if iteration_ms is not None and planned.benefit is not None:
+        share = share_of(iteration_ms, ran, planned.benefit, planned.plan.best_us())
     if parsed.out is not None:
         from monta_megatron.tools.plan.run_file import write_run
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.common.flags import num_tokens, positive, whole
+from monta_megatron.common.flags import num_tokens, whole
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanRequest
@@ -28,7 +28,6 @@ FLAGS = {
     "seq-length": (num_tokens(1), "tokens of a sequence (default: the model's)"),
     "micro-batch-size": (whole(1), "sequences of a micro-batch (default: the model's)"),
     "global-batch-size": (whole(1), "sequences of an iteration, for what it gains"),
-    "inter-rate-ratio": (positive, "price a network with X times the cluster's rate"),
 }
 
 
@@ -38,9 +37,7 @@ def add_arguments(parser: Any, flags: Iterable[str] = FLAGS) -> None:
         parser.add_argument(f"--{name}", metavar="FILE", help=text)
     for name in flags:
         read, text = FLAGS[name]
-        parser.add_argument(
-            f"--{name}", metavar="X" if read is positive else "N", type=read, help=text
-        )
+        parser.add_argument(f"--{name}", metavar="N", type=read, help=text)
 
 
 def request_of(parsed: argparse.Namespace, **settings: Any) -> "PlanRequest":

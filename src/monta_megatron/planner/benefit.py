@@ -1,11 +1,11 @@
 """Benefit of a choice over stock `alltoall`, and its share of a measured iteration.
 
-2.16x stock alltoall: saves 3.6 ms x 94 MoE layers x 32 micro-batches = 10.8 s per iteration
-(54% of the exchange's predicted time)
+2.16x stock alltoall: saves 3.6 ms x 24 MoE layers of a stage x 32 micro-batches = 2.76 s per
+iteration
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from monta_megatron.common.rules import require
@@ -13,28 +13,11 @@ from monta_megatron.common.units import counted, time_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Iteration:
-    """Exchanges that an iteration waits for.
+class Benefit:
+    """Two predicted times of the exchange of one MoE layer and micro-batch.
 
     A pipeline waits for the stage with the most MoE layers, once for every micro-batch. Its bubble,
     which shrinks too where the exchanges are shorter, is left out.
-
-    Attributes:
-        num_moe_layers: MoE layers of that stage; None where they are not known.
-        is_lower_bound: whether that stage may have more MoE layers.
-        num_stages: pipeline stages.
-        num_micro_batches: None where the batch is not known.
-    """
-
-    num_moe_layers: int | None = None
-    is_lower_bound: bool = False
-    num_stages: int = 1
-    num_micro_batches: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Benefit:
-    """Two predicted times of the exchange of one MoE layer and micro-batch.
 
     Attributes:
         chain: the chosen one.
@@ -42,14 +25,16 @@ class Benefit:
         alltoall_us: that of plain `alltoall`, as stock runs it.
         ratio_range: the least and the most of `ratio`, by the ends of what was published; None
             where times were measured.
-        iteration: how often an iteration waits for it.
+        num_moe_layers: MoE layers of that stage; None where they are not known.
+        num_micro_batches: of an iteration; None where the batch is not known.
     """
 
     chain: str
     chosen_us: float
     alltoall_us: float
     ratio_range: tuple[float, float] | None = None
-    iteration: Iteration = Iteration()
+    num_moe_layers: int | None = None
+    num_micro_batches: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -62,28 +47,19 @@ class Benefit:
         return self.alltoall_us - self.chosen_us
 
     @property
-    def percent(self) -> float:
-        """Saved share of stock's time."""
-        return 100 * self.saved_us / self.alltoall_us if self.alltoall_us > 0 else 0.0
-
-    @property
     def per_iteration(self) -> int | None:
         """Exchanges that an iteration waits for; None where that is not known."""
-        layers, micro_batches = self.iteration.num_moe_layers, self.iteration.num_micro_batches
+        layers, micro_batches = self.num_moe_layers, self.num_micro_batches
         return None if layers is None or micro_batches is None else layers * micro_batches
 
     def document(self) -> dict[str, Any]:
         """Fields of a JSON document; None for unknown values."""
         times = self.per_iteration
         return {
+            **asdict(self),
             "ratio": self.ratio,
-            "ratio_range": self.ratio_range,
             "saved_us": self.saved_us,
-            "moe_layers": self.iteration.num_moe_layers,
-            "moe_layers_is_lower_bound": self.iteration.is_lower_bound,
-            "micro_batches": self.iteration.num_micro_batches,
             "saved_s_per_iteration": None if times is None else self.saved_us * times / 1e6,
-            "percent": self.percent,
             "text": self.text,
         }
 
@@ -92,45 +68,23 @@ class Benefit:
         """The line; factors that are not known are left out."""
         if self.chain == "alltoall":
             return "plain alltoall is chosen: no gain over stock"
-        iteration, total_us = self.iteration, abs(self.saved_us)
+        total_us = abs(self.saved_us)
         factors, per = [time_text(total_us)], []
-        at_least = "at least " * iteration.is_lower_bound
-        of_stage = " of a pipeline stage" * (iteration.num_stages > 1)
-        for number, noun, before, behind in (
-            (iteration.num_moe_layers, "MoE layer", at_least, of_stage),
-            (iteration.num_micro_batches, "micro-batch", "", ""),
+        for number, noun, behind in (
+            (self.num_moe_layers, "MoE layer", " of a stage"),
+            (self.num_micro_batches, "micro-batch", ""),
         ):
             if number is None:
                 per.append(noun)
             else:
-                factors.append(before + counted(number, noun) + behind)
+                factors.append(counted(number, noun) + behind)
                 total_us *= number
-        product = f" = {at_least}{time_text(total_us)}" if len(factors) > 1 else ""
-        verb, share = ("saves", "of") if self.saved_us >= 0 else ("loses", "on top of")
-        ends = self.ratio_range
-        ratios = "" if ends is None else "; {:.2f}x to {:.2f}x".format(*ends)
+        product = f" = {time_text(total_us)}" if len(factors) > 1 else ""
+        ends = "" if self.ratio_range is None else " ({:.2f}x to {:.2f}x)".format(*self.ratio_range)
         return (
-            f"{self.ratio:.2f}x stock alltoall: {verb} {' x '.join(factors)}{product} per "
-            f"{' and '.join(per) or 'iteration'} ({abs(self.percent):.0f}% {share} the exchange's "
-            f"predicted time{ratios})"
+            f"{self.ratio:.2f}x stock alltoall{ends}: {'saves' if self.saved_us >= 0 else 'loses'} "
+            f"{' x '.join(factors)}{product} per {' and '.join(per) or 'iteration'}"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A measured iteration.
-
-    Attributes:
-        iteration_ms: its time.
-        ran: a dispatcher of Megatron's, a chain of ours, or "auto".
-        is_ours: whether our dispatcher ran.
-        hidden_by: a setting of the training that hides a part of the exchange, or "".
-    """
-
-    iteration_ms: float
-    ran: str = "alltoall"
-    is_ours: bool = False
-    hidden_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,8 +93,8 @@ class IterationShare:
 
     Attributes:
         iteration_ms: measured.
-        exchange_share: of the iteration; None where what ran has no price, such as `flex`.
-        saved_share: what the choice saves of the iteration without it; below 0 where it is slower.
+        exchange_share: of the iteration; None where what ran has no price.
+        saved_share: what the choice saves of the iteration; below 0 where it is slower.
         text: both in a sentence.
     """
 
@@ -151,37 +105,32 @@ class IterationShare:
 
 
 def share_of(
-    measured: Measured, benefit: Benefit, best_us: Mapping[str, float | None]
+    iteration_ms: float, ran: str, benefit: Benefit, best_us: Mapping[str, float | None]
 ) -> IterationShare:
     """The share of a plan's exchange in an iteration.
 
     Args:
-        measured: the iteration.
+        iteration_ms: measured.
+        ran: the dispatcher of Megatron that ran, of which `flex` has no price; nor has ours, whose
+            log says what it measured.
         benefit: of the plan.
         best_us: chain -> its time; None where it cannot run.
 
     Raises:
         ValueError: the exchanges of an iteration are not known.
     """
-    time_ms, times = measured.iteration_ms, benefit.per_iteration
+    times, ran_us = benefit.per_iteration, best_us.get(ran)
     rule = "be beside --global-batch-size, which says how many exchanges an iteration has"
-    require(times is not None, "--iteration-ms", f"{time_ms:g}", rule)
-    ran = benefit.chain if measured.ran == "auto" else measured.ran
-    ran_us, text = best_us.get(ran), f"{time_ms:,.0f} ms by {ran}, "
+    require(times is not None, "--iteration-ms", f"{iteration_ms:g}", rule)
+    text = f"{iteration_ms:,.0f} ms by {ran}, "
     if ran_us is None or times is None:
         text += "whose exchange has no price here; `monta compare` measures it"
-        return IterationShare(time_ms, None, None, text)
-    has_choice = measured.is_ours and ran == benefit.chain
-    without_us = benefit.alltoall_us if has_choice else ran_us
-    saved_ms = (without_us - benefit.chosen_us) * times / 1e3
-    exchange_share = ran_us * times / 1e3 / time_ms
-    saved_share = saved_ms / (time_ms + saved_ms * has_choice)
-    at_least = "at least " * benefit.iteration.is_lower_bound
-    text += f"of which the exchange takes {at_least}{exchange_share:.0%} (predicted)"
+        return IterationShare(iteration_ms, None, None, text)
+    exchange_share = ran_us * times / 1e3 / iteration_ms
+    saved_share = (ran_us - benefit.chosen_us) * times / 1e3 / iteration_ms
+    text += f"of which the exchange takes {exchange_share:.0%} (predicted)"
     if exchange_share > 1:
         text += ": the costs of this cluster are not those of the run"
     else:
-        against = "against plain alltoall" if has_choice else "of it"
-        text += f"; this choice saves {at_least}{saved_share:.0%} {against}"
-        text += f", less as {name} hides a part already" if (name := measured.hidden_by) else ""
-    return IterationShare(time_ms, exchange_share, saved_share, text)
+        text += f"; this choice saves {saved_share:.0%} of it"
+    return IterationShare(iteration_ms, exchange_share, saved_share, text)

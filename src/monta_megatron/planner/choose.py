@@ -49,7 +49,7 @@ class Planner:
     cluster: Cluster | None = None
     # By half octave of tokens.
     _selections: "dict[int, Selection]" = field(default_factory=dict)
-    _picks: dict[tuple[int, bool], tuple[Choice, str]] = field(default_factory=dict)
+    _picks: dict[int, tuple[Choice, str]] = field(default_factory=dict)
 
     @property
     def fixed(self) -> Choice | None:
@@ -61,19 +61,14 @@ class Planner:
         """Token blocks that are counted: at least as many as chunks."""
         return blocks_for(max(*self.num_chunks, *(SPLITS if self.splits_experts else ()), 1))
 
-    def pick(self, tokens: int, splits_experts: bool = True) -> tuple[Choice, str]:
-        """The planner's own choice for at most so many tokens per rank, and the reason.
+    def pick(self, tokens: int) -> tuple[Choice, str]:
+        """The planner's own choice for at most so many tokens per rank, and the reason."""
+        tokens = half_octave(tokens)
+        if tokens not in self._picks:
+            self._picks[tokens] = self._find_pick(tokens)
+        return self._picks[tokens]
 
-        Args:
-            tokens: of a rank.
-            splits_experts: False where measured iterations have shown that it does not pay.
-        """
-        key = half_octave(tokens), splits_experts
-        if key not in self._picks:
-            self._picks[key] = self._find_pick(*key)
-        return self._picks[key]
-
-    def _find_pick(self, tokens: int, splits_experts: bool) -> tuple[Choice, str]:
+    def _find_pick(self, tokens: int) -> tuple[Choice, str]:
         selection = self.selection(tokens)
         allowed = self._allowed(selection)
         price, reason = selection.price, selection.reason
@@ -81,7 +76,7 @@ class Planner:
             price = allowed[0]
             reason = f"the fastest within {MOST_MEMORY:g} times the memory of alltoall"
         choice, of_tokens = price.choice, [each for each in allowed if each.chain.rows == "tokens"]
-        if self.splits_experts and splits_experts and of_tokens:
+        if self.splits_experts and of_tokens:
             price = of_tokens[0]
             choice = self._choice_of(price.chain.name, max(SPLITS))
             reason = f"without its experts, as {price.choice.name}, the fastest chain of tokens"

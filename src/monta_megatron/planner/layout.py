@@ -14,14 +14,12 @@ Notation: S = ranks of the exchange.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import compress
 
 from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
-from monta_megatron.planner.benefit import Iteration
 from monta_megatron.planner.models.model import HYBRID_PATTERNS, Model, Reader
 from monta_megatron.planner.routing import UniformRouting
 
@@ -98,30 +96,26 @@ class ParallelLayout:
         return model.seq_length * model.micro_batch_size // (self.tp * self.cp)
 
 
-def exchanges(layout: ParallelLayout, num_experts: int, ranks_per_node: int) -> tuple[Layout, ...]:
-    """A layout's exchanges, one for each way they lie on the nodes, each as its first rank sees it.
+def exchange_of(layout: ParallelLayout, num_experts: int, ranks_per_node: int) -> Layout:
+    """The exchange of a layout that lies on the most nodes, as its first rank sees it.
 
     Megatron numbers the expert ranks of a pipeline stage with ETP fastest, then EP, so an exchange
-    is a run of consecutive ranks. If its size fits the nodes, all of them lie in the same way.
+    is a run of consecutive ranks. If its size fits the nodes, all of them lie in the same way;
+    otherwise the others wait for this one.
     """
     size = layout.exchange_size
-    # After this many exchanges the pattern repeats.
-    period = math.lcm(size, ranks_per_node) // size
-    patterns: dict[tuple[int, ...], None] = {}
-    for index in range(min(period, layout.world_size // size)):
-        first = index * size
-        first_node = first // ranks_per_node
-        nodes = tuple((first + rank) // ranks_per_node - first_node for rank in range(size))
-        patterns.setdefault(nodes)
-    return tuple(
-        Layout(
-            ep=layout.ep,
-            etp=layout.etp,
-            num_local_experts=num_experts // layout.ep,
-            rank=0,
-            nodes=nodes,
-        )
-        for nodes in patterns
+    # After so many ranks the pattern repeats.
+    period = min(math.lcm(size, ranks_per_node), layout.world_size)
+    patterns = (
+        tuple((first + rank) // ranks_per_node - first // ranks_per_node for rank in range(size))
+        for first in range(0, period, size)
+    )
+    return Layout(
+        ep=layout.ep,
+        etp=layout.etp,
+        num_local_experts=num_experts // layout.ep,
+        rank=0,
+        nodes=max(patterns, key=lambda nodes: nodes[-1]),
     )
 
 
@@ -134,28 +128,21 @@ def priced_ranks(layout: Layout, routing: Routing) -> tuple[tuple[Layout, int], 
         layout: layout of the exchange, as any of its ranks sees it.
         routing: where tokens go.
     """
-    ranks_of_kind: dict[Hashable, list[int]] = {}
-    for rank, kind in enumerate(_kinds(layout, routing)):
-        ranks_of_kind.setdefault(kind, []).append(rank)
-    return tuple((replace(layout, rank=ranks[0]), len(ranks)) for ranks in ranks_of_kind.values())
-
-
-def _kinds(layout: Layout, routing: Routing) -> Sequence[Hashable]:
-    """[S] equal for two ranks only if they move the same in every stage of every chain."""
-    num_ranks = len(layout.nodes)
-    in_order = layout.uneven_nodes() is None
     # Chains copy tokens for ranks, and for nodes if these are even.
+    in_order, ranks = layout.uneven_nodes() is None, range(len(layout.nodes))
     parts = {layout.ep, layout.num_nodes} if in_order else {layout.ep}
-    if not all(routing.is_even(num_parts) for num_parts in parts):
-        return range(num_ranks)
-    if in_order:
-        return (None,) * num_ranks
-    on_node = []
-    for name in FLAT_GROUPS:
-        peers = [(layout.members(name, rank), layout.nodes[rank]) for rank in range(num_ranks)]
-        num_peers = Counter(peers)
-        on_node.append([num_peers[key] for key in peers])
-    return list(zip(*on_node, strict=True))
+    kinds: list[Hashable] = list(ranks)
+    if all(routing.is_even(num_parts) for num_parts in parts):
+        kinds = [in_order or _peers_on_node(layout, rank) for rank in ranks]
+    numbers = Counter(kinds).items()
+    return tuple((replace(layout, rank=kinds.index(kind)), number) for kind, number in numbers)
+
+
+def _peers_on_node(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Ranks of each group on the node of a rank."""
+    node = layout.nodes[rank]
+    groups = (layout.members(name, rank) for name in FLAT_GROUPS)
+    return tuple(sum(layout.nodes[peer] == node for peer in peers) for peers in groups)
 
 
 def shape_of_model(model: Model, layout: Layout, tokens_per_rank: int) -> Shape:
@@ -170,52 +157,30 @@ def shape_of_model(model: Model, layout: Layout, tokens_per_rank: int) -> Shape:
     )
 
 
-def shapes_of(
-    model: Model,
-    layout: ParallelLayout,
-    ranks_per_node: int,
-    tokens_per_rank: int | None = None,
-) -> list[Shape]:
-    """One shape for every way in which the layout's exchanges lie on the nodes.
-
-    Args:
-        model: the trained model.
-        layout: how the ranks are grouped.
-        ranks_per_node: ranks joined by the node link.
-        tokens_per_rank: None for the number that follows from the model's batch.
-    """
+def shape_of_layout(
+    model: Model, layout: ParallelLayout, ranks_per_node: int, tokens_per_rank: int | None = None
+) -> Shape:
+    """The exchange of a layout; without tokens, those that follow from the model's batch."""
     tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
-    places = exchanges(layout, model.num_experts, ranks_per_node)
-    return [shape_of_model(model, place, tokens) for place in places]
+    return shape_of_model(model, exchange_of(layout, model.num_experts, ranks_per_node), tokens)
 
 
-def iteration_of(model: Model, pp: int, num_micro_batches: int | None) -> Iteration:
-    """Exchanges that an iteration waits for: those of the stage with the most MoE layers.
+def most_moe_layers(model: Model, pp: int) -> int:
+    """MoE layers of the pipeline stage with the most of them.
 
-    Where the stages cannot be told, the mean of the stages is a lower bound; it is their number if
-    no stage has room for more.
-
-    Args:
-        model: the trained model.
-        pp: pipeline parallel size.
-        num_micro_batches: None where the batch is not known.
+    Stages are consecutive layers, as evenly as they can be shared; virtual stages and a split that
+    the model's arguments write out are not followed.
     """
-    stages = stages_of_layers(model, pp)
-    mean, most = (math.ceil(layers / pp) for layers in (model.num_moe_layers, model.num_layers))
-    if stages is not None:
-        mean = most = max(Counter(compress(stages, model.moe_layers)).values(), default=0)
-    return Iteration(
-        num_moe_layers=mean,
-        is_lower_bound=mean < min(most, model.num_moe_layers),
-        num_stages=pp,
-        num_micro_batches=num_micro_batches,
-    )
+    size = math.ceil(model.num_layers / pp)
+    return max(sum(model.moe_layers[n : n + size]) for n in range(0, model.num_layers, size))
 
 
-# Arguments that name the layers of each stage, in a language of their own.
-WRITTEN_OUT = ("pipeline-model-parallel-layout", *HYBRID_PATTERNS)
-ENDS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
-SLOTS = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+# Arguments that split the layers of a model unevenly; the first have a language of their own.
+SPLITS = (
+    *("pipeline-model-parallel-layout", *HYBRID_PATTERNS),
+    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
+    *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
+)
 
 
 def uneven_stages(model: Model, pp: int) -> dict[str, int] | None:
@@ -228,53 +193,10 @@ def uneven_stages(model: Model, pp: int) -> dict[str, int] | None:
         layers would be left for the last stage.
     """
     read = Reader(model.arguments, model.name)
-    if model.num_layers % pp == 0 or any(map(read.value, (*WRITTEN_OUT, *ENDS, *SLOTS))):
+    if model.num_layers % pp == 0 or any(map(read.value, SPLITS)):
         return {}
     left = model.num_layers - math.ceil(model.num_layers / pp) * (pp - 1)
-    return {ENDS[1]: left} if left > 0 else None
-
-
-def stages_of_layers(model: Model, pp: int) -> list[int] | None:
-    """The pipeline stage of every layer, as Megatron splits them: [number of layers].
-
-    A stage has a part in every virtual stage. The embedding and the loss may count as layers.
-
-    Args:
-        model: with Megatron's arguments.
-        pp: pipeline parallel size.
-
-    Returns:
-        None where the stages are written out, or no such split is possible.
-    """
-    if pp == 1:
-        return [0] * model.num_layers
-    read = Reader({**model.arguments, **(uneven_stages(model, pp) or {})}, model.name)
-    if any(read.value(name) is not None for name in WRITTEN_OUT):
-        return None
-
-    # Step 1: layers of every stage.
-    embedding, loss = map(read.flag, SLOTS)
-    num_slots = model.num_layers + embedding + loss
-    given = {
-        stage: read.size(name, least=0)
-        for stage, name in ((0, ENDS[0]), (pp - 1, ENDS[1]))
-        if read.value(name) is not None
-    }
-    rest, num_even = num_slots - sum(given.values()), pp - len(given)
-    sizes = [given.get(stage, rest // max(num_even, 1)) for stage in range(pp)]
-
-    # Step 2: deal them out, virtual stage by virtual stage.
-    num_virtual = read.size("num-virtual-stages-per-pipeline-rank", 1)
-    of_virtual = read.optional("num-layers-per-virtual-pipeline-stage")
-    if of_virtual is not None:
-        num_virtual = sizes[0] // of_virtual
-    if sum(sizes) != num_slots or min(sizes) < 0 or num_virtual == 0:
-        return None
-    if any(size % num_virtual for size in sizes):
-        return None
-    in_turn = [stage for stage, size in enumerate(sizes) for _ in range(size // num_virtual)]
-    slots = in_turn * num_virtual
-    return slots[embedding : num_slots - loss]
+    return {"decoder-last-pipeline-num-layers": left} if left > 0 else None
 
 
 def uniform_routing(model: Model) -> UniformRouting:

@@ -289,25 +289,6 @@ def plan(
     )
 
 
-def slowest_plan(shapes: Sequence[Shape], cluster: Cluster, **settings: Any) -> tuple[Plan, Shape]:
-    """The slowest of the shapes' plans, and its shape: that exchange holds up the others.
-
-    Args:
-        shapes: one for every way in which the exchanges of a layout lie on the nodes.
-        cluster: the cluster it runs on.
-        settings: passed to `select_chain`.
-
-    Raises:
-        ValueError: no chain can run.
-    """
-    plans = [(plan(shape, cluster, **settings), shape) for shape in shapes]
-    slowest, shape = max(plans, key=lambda planned: planned[0].predicted_us)
-    if len(plans) > 1:
-        note = f"exchanges lie on the nodes in {len(plans)} ways; this is the slowest of them"
-        slowest = replace(slowest, notes=(*slowest.notes, note))
-    return slowest, shape
-
-
 def stage_costs(of: Price) -> tuple[StageCost, ...]:
     """Every stage of every pass, as a plan shows it."""
     costs: dict[tuple[str, str], StageCost] = {}

@@ -1,5 +1,6 @@
 """Layouts that fit a model and a cluster, ranked by the cost of their exchange."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -7,10 +8,10 @@ from itertools import product
 from monta_megatron.chains.program import Phase
 from monta_megatron.common.units import counted, size_text, time_text
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, shapes_of
+from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
 from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import HEADROOM, training_memory
-from monta_megatron.planner.plan import slowest_plan
+from monta_megatron.planner.plan import select_chain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,8 @@ def rank_layouts(
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
 
-    Each has the fewest pipeline stages with which it fits, but no more than the first whose
-    exchange stays in a node. TP and ETP stay inside a node. Where the cluster file says no memory,
+    Each has the fewest pipeline stages with which it fits, but no more than an exchange in a node
+    needs. TP and ETP stay inside a node. Where the cluster file says no memory,
     everything fits; see `training_memory`.
 
     Args:
@@ -71,51 +72,44 @@ def rank_layouts(
     Raises:
         ValueError: no layout fits.
     """
-    # Step 1: the layouts of every exchange, the fewest stages first.
-    by_exchange: dict[tuple[int, int, int], list[ParallelLayout]] = {}
+    # Step 1: the first number of stages with which each exchange fits.
+    fitting: dict[tuple[int, int, int], ParallelLayout] = {}
+    least_bytes = math.inf
     for stages in [pp] if pp else divisors(world_size):
         for layout in layouts_of(model, cluster, world_size, cp, stages):
-            by_exchange.setdefault((layout.tp, layout.ep, layout.etp), []).append(layout)
-
-    # Step 2: the first that fits with its exchange.
-    found: list[RankedLayout] = []
-    needed: list[float | None] = []
-    for layouts in by_exchange.values():
-        shapes = shapes_of(model, layouts[0], cluster.ranks_per_node, tokens)
-        num_tokens, peak_bytes, plan = shapes[0].tokens_per_rank, 0.0, None
-        for layout in layouts:
-            memory = training_memory(model, cluster, layout, num_tokens, peak_bytes)
-            if memory.fits and plan is None:
-                plan, _ = slowest_plan(shapes, cluster, phase=phase)
-                peak_bytes = plan.chosen.peak_bytes or 0.0
-                memory = training_memory(model, cluster, layout, num_tokens, peak_bytes)
-            needed.append(memory.needed_bytes)
-            if memory.fits and plan is not None:
-                ranked = RankedLayout(
-                    **vars(layout),
-                    num_nodes=max(shape.layout.num_nodes for shape in shapes),
-                    tokens=num_tokens,
-                    chain=plan.chain,
-                    num_chunks=plan.num_chunks,
-                    predicted_us=plan.predicted_us,
-                    us_per_1k_tokens=plan.predicted_us / num_tokens * 1e3,
-                    peak_bytes=peak_bytes,
-                    needed_bytes=memory.needed_bytes,
-                )
-                found.append(ranked)
-                break
-    if not found:
-        least = min((size for size in needed if size is not None), default=None)
-        needs = "" if least is None else f"; the least needs {size_text(least)} of a rank"
+            num_tokens = tokens or layout.tokens_per_rank(model)
+            memory = training_memory(model, cluster, layout, num_tokens)
+            least_bytes = min(least_bytes, memory.needed_bytes or math.inf)
+            if memory.fits:
+                fitting.setdefault((layout.tp, layout.ep, layout.etp), layout)
+        if any(cluster.ranks_per_node % each.exchange_size == 0 for each in fitting.values()):
+            break
+    if not fitting:
+        needs = f"; the least needs {size_text(least_bytes)} of a rank"
         raise ValueError(
             f"world_size: got {world_size}, no (tp, ep, etp) with cp {cp} and pp {pp or 'any'} "
-            f"fits {model.name} on {cluster.name}{needs}, beside {HEADROOM:.0%} of headroom; more "
-            "ranks may help"
+            f"fits {model.name} on {cluster.name}{needs if least_bytes < math.inf else ''}, beside "
+            f"{HEADROOM:.0%} of headroom; more ranks may help"
         )
-    in_node = [layout.pp for layout in found if layout.num_nodes == 1]
-    most_stages = min(in_node, default=max(layout.pp for layout in found))
-    found = [layout for layout in found if layout.pp <= most_stages]
-    return sorted(found, key=lambda each: (each.us_per_1k_tokens, each.pp, each.peak_bytes))
+
+    # Step 2: the plan of each.
+    ranking = []
+    for layout in fitting.values():
+        shape = shape_of_layout(model, layout, cluster.ranks_per_node, tokens)
+        num_tokens, price = shape.tokens_per_rank, select_chain(shape, cluster, phase=phase).price
+        ranked = RankedLayout(
+            **vars(layout),
+            num_nodes=shape.layout.num_nodes,
+            tokens=num_tokens,
+            chain=price.chain.name,
+            num_chunks=price.num_chunks,
+            predicted_us=price.total_us,
+            us_per_1k_tokens=price.total_us / num_tokens * 1e3,
+            peak_bytes=price.peak_bytes,
+            needed_bytes=training_memory(model, cluster, layout, num_tokens).needed_bytes,
+        )
+        ranking.append(ranked)
+    return sorted(ranking, key=lambda each: (each.us_per_1k_tokens, each.pp, each.peak_bytes))
 
 
 def best(ranking: Sequence[RankedLayout], in_node: bool) -> RankedLayout | None:

@@ -54,20 +54,17 @@ class Workload(NamedTuple):
     tokens: int
 
 
-@dataclass(kw_only=True)
-class Trial:
+class Trial(NamedTuple):
     """An optimizer step that runs one candidate.
 
     Attributes:
         candidate: the one that runs.
         workload: of the step.
-        is_warmup: whether the candidate runs for the first time.
         us: the longest iteration of any rank; None until it is known, or if a rank has none.
     """
 
     candidate: Choice
     workload: Workload
-    is_warmup: bool
     us: int | None = None
 
 
@@ -79,7 +76,7 @@ class TuningWindow:
         candidates: with their predicted us; plain alltoall comes first.
         first: number of the first step.
         num_steps: length of the window; 0 where candidates are not measured.
-        warm: candidates that this exchange has run, in an earlier window too.
+        warm: candidates that this exchange ran in an earlier window.
         trials: by step.
         workload: the most frequent one of the timed trials; of several, the largest.
         measured_us: the shortest iteration of each candidate, over its timed trials of that
@@ -118,10 +115,7 @@ class TuningWindow:
         """Add the trial of a step that has ended; nothing outside the window."""
         candidate = self.candidate_of(step)
         if candidate is not None:
-            self.trials[step] = Trial(
-                candidate=candidate, workload=workload, is_warmup=candidate not in self.warm
-            )
-            self.warm.add(candidate)
+            self.trials[step] = Trial(candidate, workload)
 
     def add_time(self, step: int, us: int, workload: Workload | None = None) -> str | None:
         """Add the longest iteration of any rank in a step, of the window or later.
@@ -131,8 +125,12 @@ class TuningWindow:
         """
         if step not in self.trials:
             return self._slower(us) if workload == self.workload else None
-        self.trials[step].us = us
-        timed = [each for each in self.trials.values() if not each.is_warmup and each.us]
+        self.trials[step] = self.trials[step]._replace(us=us)
+        timed, warm = list[Trial](), set(self.warm)
+        for trial in self.trials.values():
+            if trial.us and trial.candidate in warm:
+                timed.append(trial)
+            warm.add(trial.candidate)
         frequency = Counter(trial.workload for trial in timed)
         self.workload = max(frequency, key=lambda each: (frequency[each], each), default=None)
         least = dict[Choice, int]()
@@ -144,7 +142,6 @@ class TuningWindow:
         self.best = min(
             near, key=lambda each: (round(self.candidates[each], 1), each), default=None
         )
-
         return None
 
     def _slower(self, us: int) -> str | None:
@@ -273,9 +270,15 @@ class Tuner:
         Args:
             others_tune: whether other layers of the exchange have an open window.
         """
-        self._end_step()
+        if (workload := self.workload(self.step)) is not None:
+            _, self._tokens = self._exchanges[self.step]
+            if self.window is not None:
+                self.window.add_trial(self.step, workload)
+        self._exchanges.pop(self.timed_step, None)
         self.step += 1
-        self._set_result()
+        window, self.result = self.window, None
+        if window is not None and window.num_steps and self.step == window.end + TIME_LAG:
+            self.result = window.result
         if self.step >= self._second_due_at and not self.is_open and not others_tune:
             self.open_window(self._tokens)
         elif self.window is not None:
@@ -289,8 +292,11 @@ class Tuner:
             if len(candidates) < 2:
                 num_steps = 0
                 self.report(f"{self._where}: no tuning, plain alltoall is the only candidate")
-        is_first, warm = self.window is None, set() if self.window is None else self.window.warm
-        self._second_due_at = self.step + STEPS_TO_SECOND if is_first and self.num_steps else inf
+        warm, self._second_due_at = set[Choice](), inf
+        if self.window is not None:
+            warm = {trial.candidate for trial in self.window.trials.values()}
+        elif self.num_steps:
+            self._second_due_at = self.step + STEPS_TO_SECOND
         self.window = TuningWindow(
             candidates=candidates, first=self.step, num_steps=num_steps, warm=warm
         )
@@ -303,37 +309,22 @@ class Tuner:
             )
         self._choose()
 
-    def _end_step(self) -> None:
-        """Complete this step, which is a trial in a window."""
-        if (workload := self.workload(self.step)) is not None:
-            _, self._tokens = self._exchanges[self.step]
-            if self.window is not None:
-                self.window.add_trial(self.step, workload)
-        self._exchanges.pop(self.timed_step, None)
-
-    def _set_result(self) -> None:
-        window, self.result = self.window, None
-        if window is not None and window.num_steps and self.step == window.end + TIME_LAG:
-            self.result = window.result
-
-    def pick(self, tokens: int, splits_experts: bool = True) -> Choice:
+    def pick(self, tokens: int) -> Choice:
         """Return the planner's pick for at most `tokens` on a rank, and report it."""
-        pick, why = self.planner.pick(tokens, splits_experts)
+        pick, why = self.planner.pick(tokens)
         self.report(f"{self._where}: {pick.name}, {why}")
         return pick
 
     def _choose(self) -> None:
         """Choose for this step: a candidate of the window, its best, or the planner's pick."""
         assert self.window is not None, "opened"
-        candidate, tokens = self.window.candidate_of(self.step), half_octave(self._tokens)
+        candidate = self.window.candidate_of(self.step)
         if candidate is not None and candidate not in self._announced:
             # Before its first trial, which may run out of memory.
             self._announced.add(candidate)
             self.report(f"auto: step {self.step} is the first with {candidate.name}")
-        # Experts are not split once measured iterations have shown that splitting loses.
-        splits_experts = self.window.best is None or self.window.best.splits_experts
-        winner = candidate or self.window.winner(tokens)
-        self.choice = winner or self.pick(tokens, splits_experts)
+        tokens = half_octave(self._tokens)
+        self.choice = candidate or self.window.winner(tokens) or self.pick(tokens)
 
     @property
     def _where(self) -> str:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from published_configs import CONFIGS, NUM_PARAMETERS
 
-from monta_megatron.planner.layout import iteration_of, stages_of_layers
+from monta_megatron.planner.layout import most_moe_layers
 from monta_megatron.planner.models.config_json import model_of_config
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.model import Model, model_of, with_batch
+from monta_megatron.planner.models.model import Model, model_of
 
 # H = 8, 2 heads, 4 experts of FFN size 16, gated.
 SMALL: dict[str, Any] = {
@@ -37,7 +37,7 @@ def model(**changes: Any) -> Model:
 )
 def test_presets_of_a_family_are_its_published_model(preset: str, family: str) -> None:
     ours, published = load_model(preset), model_of_config(CONFIGS[family], family)
-    assert ours.num_parameters == pytest.approx(NUM_PARAMETERS[family], rel=1e-3)
+    assert ours.num_parameters == pytest.approx(NUM_PARAMETERS[family], rel=0.01)
     # What a preset chooses: loss, bias and the number of tokens.
     alike = {
         name: value
@@ -108,9 +108,6 @@ def test_bytes_of_a_row(changes: dict[str, Any], value_bytes: int, prob_bytes: i
         ),
         # Rows of 4 to the experts: 4 x 3 x 4 x 16, and two projections of 8 x 4.
         ({"moe_latent_size": 4}, 4 * (256 + 768 + 32 + 64) + 80),
-        # A layer once more, and 2 x 8 x 8.
-        ({"mtp_num_layers": 1}, 5 * 1824 + 128 + 80),
-        ({"position_embedding_type": "left out", "max_position_embeddings": 5}, 4 * 1824 + 80 + 40),
         # Latent attention: queries 8 x 2 x (4 + 2), keys and values 8 x (3 + 2) + 3 x 2 x (4 + 4),
         # output 2 x 4 x 8.
         (
@@ -123,30 +120,11 @@ def test_bytes_of_a_row(changes: dict[str, Any], value_bytes: int, prob_bytes: i
             },
             4 * (96 + 40 + 48 + 64 + 1536 + 32) + 80,
         ),
-        # Three of four layers: 8 x (2 x 2 + 3 x 4 + 2 x 2) + 2 x (2 x 2 + 4).
-        (
-            {
-                "linear_attention_freq": 4,
-                "linear_num_key_heads": 1,
-                "linear_key_head_dim": 2,
-                "linear_num_value_heads": 2,
-                "linear_value_head_dim": 2,
-                "linear_conv_kernel_dim": 2,
-            },
-            3 * (160 + 16) + 256 + 4 * (1536 + 32) + 80,
-        ),
         ({"vocab_size": "left out"}, None),
     ],
 )
 def test_parameters_by_hand(changes: dict[str, Any], parameters: int | None) -> None:
     assert model(**changes).num_parameters == parameters
-
-
-def test_experts_of_multi_token_prediction_are_experts() -> None:
-    """Four layers of 1536, and one more of the same."""
-    assert model(mtp_num_layers=1).num_expert_parameters == 5 * 1536
-    dense_last = model(mtp_num_layers=1, moe_layer_freq="([1]*3+[0]*1)")
-    assert dense_last.num_expert_parameters == 3 * 1536
 
 
 def test_rows_have_the_latent_size() -> None:
@@ -156,7 +134,8 @@ def test_rows_have_the_latent_size() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"hidden_size": "left out", "seq_length": "None"}, "hidden-size, seq-length: missing"),
+        ({"hidden_size": "left out"}, "hidden-size: missing, must be given"),
+        ({"seq_length": "None"}, "seq-length: missing, must be given"),
         ({"num_layers": "left out"}, "num-layers: missing"),
         ({"hidden_size": -1}, "hidden-size: got -1, must be an integer >= 1"),
         ({"num_experts": "many"}, "num-experts: got 'many', must be an integer >= 1"),
@@ -165,14 +144,16 @@ def test_rows_have_the_latent_size() -> None:
         ({"moe_router_topk": 5}, "moe-router-topk: got 5, must be at most num-experts (4)"),
         ({"moe_layer_freq": "[1]*3"}, "moe-layer-freq: got '[1]*3', must be an integer >= 1, or"),
         ({"moe_layer_freq": "open('x')"}, "moe-layer-freq: got"),
+        ({"moe_layer_freq": 0}, "moe-layer-freq: got 0, must be an integer >= 1, or"),
         ({"moe_layer_freq": "[0]*4"}, "moe-layer-freq: got '[0]*4', must be such that a layer has"),
         ({"hybrid_layer_pattern": "MXE"}, "hybrid-layer-pattern: got 'MXE', must be a pattern of"),
-        ({"moe_router_num_groups": 3}, "moe-router-num-groups: got 3, must be a divisor of 4"),
-        (
-            {"moe_router_num_groups": 4, "moe_router_group_topk": 1},
-            "moe-router-group-topk: got 1, must be such that moe-router-topk (2) experts are left",
+        *(
+            (
+                {"moe_router_num_groups": groups, "moe_router_group_topk": topk},
+                f"moe-router-num-groups: got {groups}, must be a divisor of the 4 experts, with",
+            )
+            for groups, topk in ((3, 3), (4, 1), (2, 3), (2, None), (None, 1))
         ),
-        ({"moe_router_group_topk": 1}, "moe-router-num-groups: got None, must be given with"),
     ],
 )
 def test_a_wrong_argument_is_one_line(changes: dict[str, Any], line: str) -> None:
@@ -181,31 +162,18 @@ def test_a_wrong_argument_is_one_line(changes: dict[str, Any], line: str) -> Non
     assert str(error.value).startswith(f"a.yaml: {line}"), error.value
 
 
-def test_a_batch_of_another_training() -> None:
-    assert with_batch(model(), 128, None).seq_length == 128
-    assert with_batch(model(), None, 7).micro_batch_size == 7
-    assert with_batch(model()) == model()
-
-
 @pytest.mark.parametrize(
-    ("changes", "pp", "stages"),
+    ("frequency", "pp", "most"),
     [
-        ({}, 1, [0, 0, 0, 0]),
-        ({}, 2, [0, 0, 1, 1]),
-        ({"num_layers_per_virtual_pipeline_stage": 1}, 2, [0, 1, 0, 1]),
-        ({"decoder_last_pipeline_num_layers": 1}, 2, [0, 0, 0, 1]),
-        ({"num_layers": 2, "account_for_embedding_in_pipeline_split": True,
-          "account_for_loss_in_pipeline_split": True}, 2, [0, 1]),
-        ({}, 3, None),
-        ({"pipeline_model_parallel_layout": "Et*2|t*2L"}, 2, None),
+        ("([0]*2+[1]*2)", 1, 2),
+        # The stages 0 0 | 1 1.
+        ("([0]*2+[1]*2)", 2, 2),
+        # 1 0 | 1 0.
+        (2, 2, 1),
+        # Two layers each for the first two: 0 0 | 1 1.
+        ("([0]*2+[1]*2)", 3, 2),
+        (1, 4, 1),
     ],
-)  # fmt: skip
-def test_stages_of_layers(changes: dict[str, Any], pp: int, stages: list[int] | None) -> None:
-    assert stages_of_layers(model(**changes), pp) == stages
-
-
-def test_an_iteration_waits_for_the_stage_with_most_experts() -> None:
-    dense_first = model(moe_layer_freq="([0]*2+[1]*2)")
-    assert iteration_of(dense_first, 2, None).num_moe_layers == 2
-    unknown = iteration_of(model(moe_layer_freq="([0]*2+[1]*2)", num_layers=4), 3, None)
-    assert (unknown.num_moe_layers, unknown.is_lower_bound) == (1, True)
+)
+def test_moe_layers_of_the_stage_with_the_most(frequency: Any, pp: int, most: int) -> None:
+    assert most_moe_layers(model(moe_layer_freq=frequency), pp) == most

@@ -18,7 +18,13 @@ from monta_megatron.planner import plan as planner_plan
 from monta_megatron.planner import price
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import with_inter_rate
-from monta_megatron.planner.layout import ParallelLayout, exchanges, priced_ranks, shape_of_model
+from monta_megatron.planner.layout import (
+    ParallelLayout,
+    exchange_of,
+    priced_ranks,
+    shape_of_layout,
+    shape_of_model,
+)
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import Plan, plan
 
@@ -235,8 +241,8 @@ def test_the_hash_of_a_rule_is_the_same_in_every_process() -> None:
 
 
 # EP 256 on racks of 72: 32 ranks, 3 x 72, and 8.
-@pytest.mark.parametrize(("cluster", "ep", "pattern"), [(H100, 64, 0), (GB200, 256, 1)])
-def test_4096_ranks_are_planned_at_once(cluster: Cluster, ep: int, pattern: int) -> None:
+@pytest.mark.parametrize(("cluster", "ep"), [(H100, 64), (GB200, 256)])
+def test_4096_ranks_are_planned_at_once(cluster: Cluster, ep: int) -> None:
     model = load_model(CONFIGS / "models" / "deepseek_v3.yaml")
     layout = ParallelLayout(world_size=4096, ep=ep)
     times = []
@@ -244,8 +250,7 @@ def test_4096_ranks_are_planned_at_once(cluster: Cluster, ep: int, pattern: int)
         for cached in (priced_ranks, price._expected):
             cached.cache_clear()
         start = time.process_time()
-        place = exchanges(layout, model.num_experts, cluster.ranks_per_node)[pattern]
-        plan(shape_of_model(model, place, layout.tokens_per_rank(model)), cluster)
+        plan(shape_of_layout(model, layout, cluster.ranks_per_node), cluster)
         times.append(time.process_time() - start)
     # Of this process alone; three times as long is for slower machines.
     assert min(times) < 3 * 0.050
@@ -288,14 +293,19 @@ def test_a_plan_starts_without_torch(tmp_path: Path) -> None:
     assert plan_s <= 3 * least_s, (plan_s, least_s)
 
 
-def test_exchanges_that_lie_differently_on_the_nodes() -> None:
-    (even,) = exchanges(ParallelLayout(world_size=32, ep=16), 64, 8)
-    assert even.nodes == (0,) * 8 + (1,) * 8
-    # Six consecutive ranks on nodes of 4: 4 + 2, then 2 + 4.
-    assert [place.nodes for place in exchanges(ParallelLayout(world_size=12, ep=6), 6, 4)] == [
-        (0, 0, 0, 0, 1, 1),
-        (0, 0, 1, 1, 1, 1),
-    ]
-    # An exchange that is part of a node: two of them in one.
-    (half,) = exchanges(ParallelLayout(world_size=16, ep=2, etp=2), 4, 8)
-    assert half.nodes == (0, 0, 0, 0)
+@pytest.mark.parametrize(
+    ("layout", "num_experts", "ranks_per_node", "nodes"),
+    [
+        (ParallelLayout(world_size=32, ep=16), 64, 8, (0,) * 8 + (1,) * 8),
+        # Six consecutive ranks on nodes of 4: 4 + 2, then 2 + 4.
+        (ParallelLayout(world_size=12, ep=6), 6, 4, (0, 0, 0, 0, 1, 1)),
+        # Three on nodes of 4: 3, then 1 + 2.
+        (ParallelLayout(world_size=12, ep=3), 6, 4, (0, 1, 1)),
+        # An exchange that is part of a node: two of them in one.
+        (ParallelLayout(world_size=16, ep=2, etp=2), 4, 8, (0, 0, 0, 0)),
+    ],
+)
+def test_the_exchange_on_the_most_nodes(
+    layout: ParallelLayout, num_experts: int, ranks_per_node: int, nodes: tuple[int, ...]
+) -> None:
+    assert exchange_of(layout, num_experts, ranks_per_node).nodes == nodes

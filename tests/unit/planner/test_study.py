@@ -16,7 +16,7 @@ from clusters import CONFIGS, preset
 from monta_megatron.chains import CHAINS
 from monta_megatron.core import Shape
 from monta_megatron.planner.choose import Planner
-from monta_megatron.planner.layout import ParallelLayout, shapes_of
+from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import NUM_CHUNKS
 from monta_megatron.planner.tuning import ROUNDS
@@ -53,7 +53,7 @@ def shapes() -> Iterator[Shape]:
             layout = ParallelLayout(world_size=math.lcm(tp, ep * etp), tp=tp, ep=ep, etp=etp)
             # The quickstart's is a toy.
             if path.stem != "quickstart" and layout.incompatibility(model) is None:
-                yield from shapes_of(model, layout, RANKS_PER_NODE)
+                yield shape_of_layout(model, layout, RANKS_PER_NODE)
 
 
 @pytest.fixture(scope="module")

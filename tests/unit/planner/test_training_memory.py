@@ -8,56 +8,48 @@ import yaml
 from clusters import CONFIGS, document, preset
 
 from monta_megatron.cli import main
+from monta_megatron.common.units import bytes_of_gb
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.training_memory import (
-    TrainingMemory,
-    state_bytes,
-    training_memory,
-)
+from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
 
 QWEN = load_model(CONFIGS / "models" / "qwen3_235b_a22b.yaml")
 PARAMETERS = QWEN.num_parameters or 0
 H100 = preset("h100_8x_ndr")
-# 94 layers of 4096; 4096 tokens per micro-batch, of which a rank brings half at TP 2.
+# 4096 tokens per micro-batch, of which a rank brings half at TP 2.
 FITS = ParallelLayout(world_size=128, tp=2, ep=16, pp=4)
 COMMAND = ["plan", "--model", "qwen3_235b_a22b", "--cluster", "h100_8x_ndr"]
 
 
 def test_what_is_held_by_hand() -> None:
-    memory = training_memory(QWEN, H100, FITS, 2048, 5e8)
-    # The largest of 4 stages has 24 of 94 layers; the first one holds their inputs for 4
-    # micro-batches, in bf16, and the last one for 1, beside logits in bf16 and fp32.
-    inputs = 24 * 2048 * 4096 * 2
-    assert memory.activation_bytes == inputs + 2048 * 151936 * (2 + 4) > 4 * inputs
-    # Weights and gradients in 2 + 4 bytes, 12 of the optimizer sharded over 8 replicas of the
-    # experts and 64 / 4 of what is dense.
+    # The largest of 4 stages has 24 of 94 layers. Weights and gradients in 2 + 4 bytes, 12 of the
+    # optimizer sharded over 8 replicas of the experts and 64 / 4 of what is dense.
     experts = QWEN.num_expert_parameters
     dense = PARAMETERS - experts
-    assert memory.state_bytes == pytest.approx(
-        24 / 94 * (experts / 16 * (6 + 12 / 2) + dense / 2 * (6 + 12 / 16))
-    )
-    assert memory.needed_bytes == memory.state_bytes + memory.activation_bytes + 5e8
+    state_bytes = 24 / 94 * (experts / 16 * (6 + 12 / 2) + dense / 2 * (6 + 12 / 16))
+    # Logits in bf16 and fp32.
+    logits_bytes = 2048 * 151936 * (2 + 4)
+    needed_bytes = training_memory(QWEN, H100, FITS, 2048).needed_bytes
+    assert needed_bytes == pytest.approx(state_bytes + logits_bytes)
     # In fp32 there are no master weights: two moments of 4 bytes beside weights and gradients.
     alone = ParallelLayout(world_size=1)
-    assert state_bytes(replace(QWEN, value_bytes=4), alone) == pytest.approx(PARAMETERS * 16)
-    assert state_bytes(QWEN, alone) == pytest.approx(PARAMETERS * 18)
+    for model, per_parameter in ((replace(QWEN, value_bytes=4), 16), (QWEN, 18)):
+        needed_bytes = training_memory(model, H100, alone, 0).needed_bytes
+        assert needed_bytes == pytest.approx(PARAMETERS * per_parameter)
 
 
 @pytest.mark.parametrize(
     ("needed_gb", "available_gb", "fits"),
-    [(72.0, 80, True), (72.1, 80, False), (900.0, None, True)],
+    [(72.0, 80, True), (72.1, 80, False), (900.0, None, True), (None, 80, True)],
 )
 def test_a_tenth_of_the_memory_is_left_free(
-    needed_gb: float, available_gb: float | None, fits: bool
+    needed_gb: float | None, available_gb: float | None, fits: bool
 ) -> None:
     memory = TrainingMemory(
-        state_bytes=needed_gb * 1e9 - 3e9,
-        activation_bytes=2e9,
-        exchange_bytes=1e9,
-        available_bytes=None if available_gb is None else available_gb * 1e9,
+        needed_bytes=bytes_of_gb(needed_gb), available_bytes=bytes_of_gb(available_gb)
     )
     assert memory.fits is fits and memory.document()["fits"] is fits
+    assert ("does not fit" in memory.text) is not fits
 
 
 def test_a_named_layout_that_does_not_fit_is_planned_and_said(
@@ -66,8 +58,6 @@ def test_a_named_layout_that_does_not_fit_is_planned_and_said(
     """The state of 235 billion parameters on 16 ranks."""
     memory = document(capsys, *COMMAND, "--world-size", "16", "--ep", "16")["memory"]
     assert not memory["fits"] and memory["needed_bytes"] > 309e9 > memory["available_bytes"]
-    parts = ("state_bytes", "activation_bytes", "exchange_bytes")
-    assert memory["needed_bytes"] == sum(memory[part] for part in parts)
 
 
 def test_no_layout_that_does_not_fit_is_ranked(

@@ -6,7 +6,6 @@ family leaves it to its code, and keys that are not read.
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from monta_megatron.common.text import shown
@@ -64,19 +63,21 @@ NUM_SHARED = "n_shared_experts num_shared_experts moe_num_shared_experts num_sha
 # Dense layers before the first with experts, and one layer with experts of so many.
 FIRST_DENSE = "first_k_dense_replace num_dense_layers moe_layer_num_skipped moe_layer_start_index"
 STEPS = "decoder_sparse_step interleave_moe_layer_step moe_layer_interval"
-LISTS = "mlp_only_layers moe_layers layer_types mlp_layer_types moe_layer_freq moe_layer_end_index"
-READ = {*PARTS, *" ".join([*ALIASES.values(), NUM_SHARED, FIRST_DENSE, STEPS, LISTS]).split()}
-# Other keys with these words change the model, but for those of the second line; the number of
-# parameters rests on those of the third.
-CHANGES = re.compile("moe|expert|layer|mlp|attn|attention|residual|multiplier|scaling|bias|sliding")
-HARMLESS = re.compile("norm|loss|dropout|jitter|max_window|init|quant|_eps$|_output_gate$")
-PARAMETERS = re.compile(
-    "^(mamba_|ssm_|attn_(type|layer)|layer_types|layers_block|linear_attn|hidden_act)"
+OTHERS = "mlp_layer_types moe_layer_freq topk_method norm_topk_prob tie_word_embeddings"
+READ = {*PARTS, *" ".join([*ALIASES.values(), NUM_SHARED, FIRST_DENSE, STEPS, OTHERS]).split()}
+# Other keys with these words say nothing of what is planned or trained.
+HARMLESS = re.compile(
+    "token|version|architectures|dtype|cache|auto_map|model_type|vision|output|norm|loss|aux|"
+    "dropout|jitter|max_window|^moe_layers$|init|quant|_eps$|_path$|ep_size"
 )
-ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
 # No config.json says how a model is trained.
-SEQ_LENGTH = 4096
-ASSUMED = {"micro-batch-size": 1, "bf16": True, "moe-router-dtype": "fp32"}
+ASSUMED = {
+    "moe-aux-loss-coeff": 1.0e-3,
+    "seq-length": 4096,
+    "micro-batch-size": 1,
+    "bf16": True,
+    "moe-router-dtype": "fp32",
+}
 ALIKE = {
     "position-embedding-type": "rope",
     "swiglu": True,
@@ -114,17 +115,11 @@ def model_of_config(data: Any, file: str) -> Model:
         for name, value in told.items()
         if value is not None
     }
-    if "num-experts" not in told:
-        raise ValueError(
-            f"{file}: model_type: got {shown(family)[:60]}, has no experts by a key that is known "
-            f"({ALIASES['num-experts'].replace(' ', ', ')}); others need a file of Megatron's "
-            "arguments"
-        )
 
     # Step 2: what follows from several keys.
-    num_layers, longest = told.get("num-layers"), told.get("max-position-embeddings")
+    num_layers = told.get("num-layers")
     if type(num_layers) is int and 1 <= num_layers <= MOST_LAYERS:
-        told |= _layers(flat, num_layers)
+        told |= _moe_layers(flat, num_layers)
     told |= _attention(told) | _router(flat, told)
     shared = _first(flat, NUM_SHARED, file) or int("intermediate_size_mlp" in flat)
     if type(shared) is int and type(told.get("moe-ffn-hidden-size")) is int:
@@ -133,25 +128,25 @@ def model_of_config(data: Any, file: str) -> Model:
         told.setdefault("moe-shared-expert-intermediate-size", size)
     told |= {"normalization": "RMSNorm"} if "rms_norm_eps" in flat else {}
     told["untie-embeddings-and-output-weights"] = not flat.get("tie_word_embeddings", False)
-    seq_length = min(SEQ_LENGTH, longest) if type(longest) is int else SEQ_LENGTH
-    assumed = {"seq-length": seq_length, **ASSUMED}
-    if "moe-aux-loss-coeff" not in told:
-        assumed["moe-aux-loss-coeff"] = 1.0e-3
+    assumed = {name: value for name, value in ASSUMED.items() if name not in told}
     arguments = {**told, **ALIKE, **assumed}
 
     # Step 3: what cannot be told.
-    unread = _unread(flat, num_layers)
+    unread = [
+        name
+        for name, value in flat.items()
+        if name not in READ and not HARMLESS.search(name)
+        if value is True or value not in (None, False, 0, 1, -1, "", "silu", [])
+    ]
     score = "" if told.get("moe-router-score-function") else ", the router's scores (softmax)"
     values = ", ".join(f"{name} {value}" for name, value in assumed.items())
     notes = [UNTOLD + score, f"not in the config.json, assumed unless given: {values}"]
     if unread:
-        notes.append(f"not read, though it changes the model: {', '.join(map(shown, unread))}")
+        notes.append(f"not read: {', '.join(map(shown, unread))}")
     if isinstance(data.get("vision_config"), Mapping):
         notes.append("the text part alone: vision_config is not counted")
     given = {name: value for name, value in arguments.items() if value is not False}
-    model = model_of(given, shown(family[:60]), file, tuple(notes))
-    is_counted = not any(map(PARAMETERS.search, unread))
-    return model if is_counted else replace(model, num_parameters=None)
+    return model_of(given, shown(family[:60]), file, tuple(notes))
 
 
 def _first(flat: Mapping[str, Any], keys: str, file: str) -> Any:
@@ -172,69 +167,26 @@ def _first(flat: Mapping[str, Any], keys: str, file: str) -> Any:
     return None
 
 
-def _changes(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(each not in (1, "full_attention") for each in value)
-    return value is True or value not in (None, False, 0, 1, "")
-
-
-def _unread(flat: Mapping[str, Any], num_layers: Any) -> list[str]:
-    """Keys that are not read and change the model."""
-    unread = [
-        name
-        for name, value in flat.items()
-        if name not in READ and not HARMLESS.search(name)
-        if CHANGES.search(name) or PARAMETERS.search(name)
-        if _changes(value)
-    ]
-    if str(flat.get("hidden_act", "silu")).lower() not in ("silu", "swish", "swiglu"):
-        unread.append("hidden_act")
-    types = flat.get("layer_types")
-    if isinstance(types, list) and (len(types) != num_layers or not ATTENTIONS.issuperset(types)):
-        unread.append("layer_types")
-    return unread
-
-
-def _layers(flat: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Layers with experts, by the keys of many families, and layers with linear attention."""
+def _moe_layers(flat: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Layers with experts, as Megatron says them: ([0]*3+[1]*58)."""
 
     def integer(names: str, default: int) -> int:
         values = (flat.get(name) for name in names.split())
         return max(default, *(value for value in values if type(value) is int), default)
 
-    dense, listed = flat.get("mlp_only_layers"), flat.get("moe_layers")
     first, step, every = integer(FIRST_DENSE, 0), integer(STEPS, 1), integer("moe_layer_freq", 1)
-    last = flat.get("moe_layer_end_index")
-    layers = range(first, last + 1 if type(last) is int and last >= 0 else num_layers)
     has_experts = [
-        layer in layers and (layer + 1) % step == 0 and layer % every == 0
+        layer >= first and (layer + 1) % step == 0 and layer % every == 0
         for layer in range(num_layers)
     ]
-    for layer in dense if isinstance(dense, list) else ():
-        if type(layer) is int and layer < num_layers:
-            has_experts[layer] = False
-    if isinstance(listed, list):
-        has_experts = [layer in listed for layer in range(num_layers)]
     for name, value in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
         if isinstance(flat.get(name), list):
             has_experts = [entry == value for entry in flat[name]]
-    arguments: dict[str, Any] = {}
-    if not all(has_experts):
-        arguments["moe-layer-freq"] = _pattern(has_experts)
-    types, every = flat.get("layer_types"), integer("full_attention_interval", 1)
-    if isinstance(types, list) and "linear_attention" in types:
-        linear = [kind == "linear_attention" for kind in types]
-        if linear != [(layer + 1) % every > 0 for layer in range(num_layers)]:
-            arguments["linear-attention-freq"] = _pattern(linear)
-    return arguments
-
-
-def _pattern(layers: list[bool]) -> str:
-    """Megatron's text for layers of a kind: ([0]*3+[1]*58)."""
-    first = layers.index(True) if True in layers else len(layers)
-    if all(layers[first:]):
-        return f"([0]*{first}+[1]*{len(layers) - first})"
-    return str(list(map(int, layers))).replace(" ", "")
+    first = has_experts.index(True) if True in has_experts else len(has_experts)
+    pattern = f"([0]*{first}+[1]*{len(has_experts) - first})"
+    if not all(has_experts[first:]):
+        pattern = str(list(map(int, has_experts))).replace(" ", "")
+    return {} if all(has_experts) else {"moe-layer-freq": pattern}
 
 
 def _attention(told: Mapping[str, Any]) -> dict[str, Any]:

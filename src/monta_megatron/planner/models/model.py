@@ -9,8 +9,8 @@ Notation: H = hidden size, L = layers.
 
 import ast
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -80,7 +80,7 @@ class Model:
 
 
 class Reader:
-    """Reads typed values of arguments; remembers what it read, and all that are missing.
+    """Reads typed values of arguments, and remembers which.
 
     Args:
         arguments: by name with dashes, without --.
@@ -89,7 +89,6 @@ class Reader:
 
     def __init__(self, arguments: Mapping[str, Any], where: str) -> None:
         self._arguments, self._where = arguments, where
-        self.missing: list[str] = []
         self._read: set[str] = set()
 
     def value(self, name: str) -> Any:
@@ -103,12 +102,13 @@ class Reader:
         return any(self.value(name) in (True, "True", "true") for name in names)
 
     def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An integer >= `least`; without a default a missing one is remembered."""
+        """An integer >= `least`; without a default it must be given."""
         value = self.value(name)
+        if value is None and default is not None:
+            return default
         if value is None:
-            if default is None:
-                self.missing.append(name)
-            return 1 if default is None else default
+            self.require_spelling()
+            raise ValueError(f"{self._where}: {name}: missing, must be given")
         number = value if type(value) is int else None
         if isinstance(value, str) and value.strip().isdecimal():
             number = int(value)
@@ -154,40 +154,35 @@ def model_of(
         notes: what a plan says of the model besides.
 
     Raises:
-        ValueError: one line that names `where`, an argument, its value and the rule; or all that
-            are missing.
+        ValueError: one line that names `where`, an argument, its value and the rule.
     """
     arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
     read = Reader(arguments, where)
     hidden_size, heads = read.size("hidden-size"), read.size("num-attention-heads")
     experts, topk = read.size("num-experts"), read.size("moe-router-topk", 2)
     layers = _moe_layers(read)
-    if layers is None:
-        read.missing.append("num-layers")
     seq_length, micro_batch_size = (read.size(size) for size in BATCH)
     # Megatron's default of a gated layer is 8/3 of H in multiples of 64.
     default = 4 * hidden_size * 2 // 3 // 64 * 64 if read.flag("swiglu") else 4 * hidden_size
     ffn = read.size("ffn-hidden-size", max(default, 1))
     moe_ffn = read.size("moe-ffn-hidden-size", ffn)
     groups, group_topk = (read.optional(f"moe-router-{x}") for x in ("num-groups", "group-topk"))
-    if read.missing:
-        read.require_spelling()
-        missing = ", ".join(dict.fromkeys(read.missing))
-        raise ValueError(f"{where}: {missing}: missing, must be given (Megatron's arguments)")
-    assert layers is not None
     read.require(experts <= MOST_EXPERTS, "num-experts", f"at most {MOST_EXPERTS}")
     read.require(topk <= experts, "moe-router-topk", f"at most num-experts ({experts})")
     rule = f"such that a layer has experts, of num-layers ({len(layers)})"
     read.require(any(layers), "moe-layer-freq", rule)
-    _check_groups(read, experts, topk, groups, group_topk)
+    if groups is not None or group_topk is not None:
+        rule = f"a divisor of the {experts} experts, with as many or fewer in "
+        rule += f"moe-router-group-topk that hold the {topk} experts of a token"
+        total, chosen = groups or 0, group_topk or 0
+        holds = 1 <= chosen <= total and experts % total == 0 and experts // total * chosen >= topk
+        read.require(holds, "moe-router-num-groups", rule)
     low_precision = read.flag("bf16", "fp16")
     value_bytes = 2 if low_precision else 4
     row_size = read.size("moe-latent-size", hidden_size)
     gate = 3 if read.flag(*GATED) else 2
     experts_of_layer = experts * gate * row_size * moe_ffn
     num_parameters = _num_parameters(read, hidden_size, layers, experts_of_layer, gate, ffn)
-    # Layers of multi-token prediction are like the last one.
-    num_more = layers[-1] * read.size("mtp-num-layers", 0, least=0)
     read.require_spelling()
     return Model(
         name=name,
@@ -205,36 +200,11 @@ def model_of(
         prob_bytes=PROB_BYTES.get(str(read.value("moe-router-dtype")), value_bytes),
         moe_router_num_groups=groups,
         moe_router_group_topk=group_topk,
-        num_expert_parameters=(sum(layers) + num_more) * experts_of_layer,
+        num_expert_parameters=sum(layers) * experts_of_layer,
         num_parameters=num_parameters,
         notes=notes,
         arguments=arguments,
     )
-
-
-def with_batch(
-    model: Model, seq_length: int | None = None, micro_batch_size: int | None = None
-) -> Model:
-    """A model with the batch of a training; None leaves the one that it has."""
-    return replace(
-        model,
-        seq_length=seq_length or model.seq_length,
-        micro_batch_size=micro_batch_size or model.micro_batch_size,
-    )
-
-
-def _check_groups(
-    read: Reader, experts: int, topk: int, groups: int | None, group_topk: int | None
-) -> None:
-    if groups is None and group_topk is None:
-        return
-    chosen, name = group_topk or 0, "moe-router-group-topk"
-    read.require(groups is not None, "moe-router-num-groups", f"given with {name}")
-    assert groups is not None
-    read.require(experts % groups == 0, "moe-router-num-groups", f"a divisor of {experts} experts")
-    read.require(1 <= chosen <= groups, name, f"from 1 to moe-router-num-groups ({groups})")
-    rule = f"such that moe-router-topk ({topk}) experts are left to choose from"
-    read.require(chosen * (experts // groups) >= topk, name, rule)
 
 
 def _num_parameters(
@@ -245,7 +215,10 @@ def _num_parameters(
     gate: int,
     ffn: int,
 ) -> int | None:
-    """Weights of all matrices: norms and biases, less than one in a thousand, are left out.
+    """Weights of the matrices, within 1%.
+
+    Norms, biases, learned positions and multi-token prediction are left out; linear attention
+    counts as full.
 
     Args:
         read: the model's arguments.
@@ -257,28 +230,19 @@ def _num_parameters(
     """
     if read.value("vocab-size") is None or any(map(read.value, HYBRID_PATTERNS)):
         return None
-    latent = read.optional("moe-latent-size")
-    experts = read.size("num-experts")
+    latent, experts = read.optional("moe-latent-size") or 0, read.size("num-experts")
     shared = read.size("moe-shared-expert-intermediate-size", 0, least=0)
     # Of an MoE layer besides its experts: router, shared experts, projections to the latent rows.
-    beside = hidden_size * (experts + gate * shared + 2 * (latent or 0))
+    beside = hidden_size * (experts + gate * shared + 2 * latent)
     dense = gate * hidden_size * ffn
-    attention = _attention_parameters(read, hidden_size, len(layers))
-    num_moe = sum(layers)
-    total = num_moe * (experts_of_layer + beside) + (len(layers) - num_moe) * dense + attention
-    # A layer of multi-token prediction is the last layer once more, behind a projection.
-    last = experts_of_layer + beside if layers[-1] else dense
-    one_more = 2 * hidden_size**2 + attention // len(layers) + last
-    total += read.size("mtp-num-layers", 0, least=0) * one_more
+    total = len(layers) * _attention_parameters(read, hidden_size)
+    total += sum(experts_of_layer + beside if has_experts else dense for has_experts in layers)
     tables = 2 if read.flag("untie-embeddings-and-output-weights") else 1
-    total += read.size("vocab-size") * hidden_size * tables
-    if read.value("position-embedding-type") in (None, "learned_absolute"):
-        total += read.size("max-position-embeddings", 0, least=0) * hidden_size
-    return total
+    return total + read.size("vocab-size") * hidden_size * tables
 
 
-def _attention_parameters(read: Reader, hidden_size: int, num_layers: int) -> int:
-    """Weights of the attention of all layers."""
+def _attention_parameters(read: Reader, hidden_size: int) -> int:
+    """Weights of the attention of a layer."""
     heads = read.size("num-attention-heads")
     if read.flag("multi-latent-attention"):
         head, rotated = read.size("qk-head-dim", 128), read.size("qk-pos-emb-head-dim", 64)
@@ -288,29 +252,15 @@ def _attention_parameters(read: Reader, hidden_size: int, num_layers: int) -> in
             hidden_size * queries if query_rank is None else query_rank * (hidden_size + queries)
         )
         keys_and_values = hidden_size * (rank + rotated) + rank * heads * (head + value)
-        return num_layers * (query + keys_and_values + heads * value * hidden_size)
+        return query + keys_and_values + heads * value * hidden_size
     head = read.size("kv-channels", max(hidden_size // heads, 1))
     groups = read.size("num-query-groups", heads) if read.flag("group-query-attention") else heads
     gate = heads if read.flag("attention-output-gate") else 0
-    full = hidden_size * head * (2 * heads + 2 * groups + gate)
-    linear_layers = pattern_of(read.value("linear-attention-freq"), num_layers, _all_but_every)
-    num_linear = sum(linear_layers or ())
-    if not num_linear:
-        return num_layers * full
-    key_heads, value_heads = (
-        read.size(f"linear-num-{name}-heads", default)
-        for name, default in (("key", 16), ("value", 32))
-    )
-    keys = key_heads * read.size("linear-key-head-dim", 128)
-    values = value_heads * read.size("linear-value-head-dim", 128)
-    # Queries and keys, values, their gate and the output, and two numbers of each head.
-    linear = hidden_size * (2 * keys + 3 * values + 2 * value_heads)
-    linear += read.size("linear-conv-kernel-dim", 4) * (2 * keys + values)
-    return num_linear * linear + (num_layers - num_linear) * full
+    return hidden_size * head * (2 * heads + 2 * groups + gate)
 
 
-def _moe_layers(read: Reader) -> list[bool] | None:
-    """Layers with experts: [number of layers], in the model's order; None without a number.
+def _moe_layers(read: Reader) -> list[bool]:
+    """Layers with experts: [number of layers], in the model's order.
 
     Raises:
         ValueError: a pattern is none of Megatron's forms, or one of other layers.
@@ -322,38 +272,25 @@ def _moe_layers(read: Reader) -> list[bool] | None:
             rule = f"a pattern of {' '.join(sorted(HYBRID_SYMBOLS))}"
             read.require(bool(symbols) and set(symbols) <= HYBRID_SYMBOLS, name, rule)
             return [symbol == EXPERTS_SYMBOL for symbol in symbols]
-    num_layers = read.optional("num-layers")
-    if num_layers is None:
-        return None
+    num_layers = read.size("num-layers")
     read.require(num_layers <= MOST_LAYERS, "num-layers", f"at most {MOST_LAYERS}")
     frequency = read.value("moe-layer-freq")
-    if frequency is None:
-        return [True] * num_layers
-    layers = pattern_of(frequency, num_layers, lambda layer, every: layer % every == 0)
+    layers = _pattern_of(1 if frequency is None else frequency, num_layers)
     rule = f"an integer >= 1, or a list of 0 and 1 for each of num-layers ({num_layers})"
     read.require(layers is not None, "moe-layer-freq", rule)
-    return layers
+    return layers or []
 
 
-def _all_but_every(layer: int, every: int) -> bool:
-    """Linear attention: one layer of so many, the last, has full attention."""
-    return (layer + 1) % every > 0
-
-
-def pattern_of(
-    frequency: Any, num_layers: int, is_of_kind: Callable[[int, int], bool]
-) -> list[bool] | None:
-    """Layers of a kind by a frequency of Megatron: an integer, or a list such as ([0]*3+[1]*58).
+def _pattern_of(frequency: Any, num_layers: int) -> list[bool] | None:
+    """Layers with experts by a frequency of Megatron: an integer, or such as ([0]*3+[1]*58).
 
     Returns:
         None where it is of no such form, or of another number of layers.
     """
-    if frequency is None:
-        return [False] * num_layers
     try:
         pattern = _value(ast.parse(str(frequency), mode="eval").body)
         if isinstance(pattern, int):
-            return [is_of_kind(layer, pattern) for layer in range(num_layers)]
+            return [layer % pattern == 0 for layer in range(num_layers)]
         return [entry == 1 for entry in pattern] if len(pattern) == num_layers else None
     except (SyntaxError, TypeError, ValueError, ZeroDivisionError):
         return None

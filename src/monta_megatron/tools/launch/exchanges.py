@@ -7,7 +7,7 @@ from pathlib import Path
 from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout, shapes_of
+from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
 from monta_megatron.planner.models.model import Model, model_of
 from monta_megatron.tools.launch.arguments import SIZE, Arguments
 from monta_megatron.tools.launch.run_config import RunConfig
@@ -36,13 +36,13 @@ class RunExchanges:
         model: the trained model, with the run's batch.
         cluster: the dispatcher's costs.
         ranks_per_node: ranks that are taken to share a node link.
-        shapes: one for every way in which the exchanges lie on the nodes.
+        shape: of the exchange on the most nodes.
     """
 
     model: Model
     cluster: Cluster
     ranks_per_node: int
-    shapes: list[Shape]
+    shape: Shape
 
 
 def exchanges_of_run(config: RunConfig, arguments: Arguments, file: str) -> RunExchanges:
@@ -75,7 +75,7 @@ def exchanges_of_run(config: RunConfig, arguments: Arguments, file: str) -> RunE
         model=model,
         cluster=cluster,
         ranks_per_node=ranks_per_node,
-        shapes=shapes_of(model, layout, ranks_per_node),
+        shape=shape_of_layout(model, layout, ranks_per_node),
     )
 
 

@@ -13,9 +13,9 @@ from monta_megatron.core import Shape
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import iteration_of
+from monta_megatron.planner.layout import most_moe_layers
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
-from monta_megatron.planner.plan import NUM_CHUNKS, Plan, slowest_plan
+from monta_megatron.planner.plan import NUM_CHUNKS, Plan, plan
 from monta_megatron.planner.price import price
 from monta_megatron.tools.launch.arguments import DISPATCHER, SIZE, Arguments
 from monta_megatron.tools.launch.exchanges import exchanges_of_run, num_micro_batches
@@ -65,22 +65,18 @@ def plan_run(config: RunConfig, arguments: Arguments, file: str) -> PlannedRun:
             f"{config.layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
         )
 
-    # Step 2: plan the exchanges that the dispatcher will have to plan.
+    # Step 2: plan the exchange that the dispatcher will have to plan.
     chains, num_chunks = _candidates(arguments)
-    plan, shape = slowest_plan(exchanges.shapes, cluster, chains=chains, num_chunks=num_chunks)
-    memory = training_memory(
-        model,
-        cluster,
-        layout,
-        shape.tokens_per_rank,
-        plan.chosen.peak_bytes or 0.0,
-    )
+    shape = exchanges.shape
+    planned = plan(shape, cluster, chains=chains, num_chunks=num_chunks)
+    memory = training_memory(model, cluster, layout, shape.tokens_per_rank)
     benefit = replace(
-        plan.benefit or _over_alltoall(plan, shape, cluster),
-        iteration=iteration_of(model, layout.pp, num_micro_batches(arguments, layout.dp)),
+        planned.benefit or _over_alltoall(planned, shape, cluster),
+        num_moe_layers=most_moe_layers(model, layout.pp),
+        num_micro_batches=num_micro_batches(arguments, layout.dp),
     )
     return PlannedRun(
-        plan=plan, memory=memory, benefit=benefit, notes=(*notes, f"needs {memory.text}")
+        plan=planned, memory=memory, benefit=benefit, notes=(*notes, f"needs {memory.text}")
     )
 
 

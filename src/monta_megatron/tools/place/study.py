@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges, uniform_routing
+from monta_megatron.planner.layout import ParallelLayout, exchange_of, uniform_routing
 from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.place.placement import Collaboration, collaboration, place_experts
 from monta_megatron.tools.place.trace import Routings
@@ -66,7 +66,7 @@ def places_of(model: Model, cluster: Cluster, ep: int, etp: int) -> Places:
     incompatibility = layout.incompatibility(model)
     if incompatibility is not None:
         raise ValueError(f"layout: {incompatibility}")
-    (exchange, *_) = exchanges(layout, model.num_experts, cluster.ranks_per_node)
+    exchange = exchange_of(layout, model.num_experts, cluster.ranks_per_node)
     uneven = exchange.uneven_nodes()
     if uneven is not None:
         raise ValueError(f"--ep: got {ep}, must fill its nodes: {uneven}")

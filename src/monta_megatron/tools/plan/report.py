@@ -59,7 +59,7 @@ class PlanReport:
         }
 
     def text(self) -> str:
-        """The choice and all chains, or the layouts; what finds no room is counted."""
+        """The choice and all chains, or the layouts, as far as there is room."""
         planned, ranking = self.planned, self.planned.ranking
         ranks = counted(planned.layout.world_size, "rank")
         lines = [f"{planned.model.name} on {planned.cluster.name}, {ranks}", ""]
@@ -71,15 +71,11 @@ class PlanReport:
             others = [layout for layout in ranking if layout not in first]
             rows = _table(LAYOUTS, [*first, *others][:MOST_LAYOUTS])
             rows.append(f"{len(ranking)} layouts fit; all of them with --json")
-        fields = list(self._fields())
+        fields = [_WRAPPER.wrap(f"{name:<10}{text}") for name, text in self._fields()]
         room = MOST_LINES - len(lines) - len(rows) - 1
-        for position, (name, text) in enumerate(fields):
-            field = _WRAPPER.wrap(f"{name:<10}{text}")
-            if len(field) + (position < len(fields) - 1) > room:
-                lines.append(f"more      {len(fields) - position} in the document of --json")
-                break
-            lines, room = [*lines, *field], room - len(field)
-        lines += ["", *rows]
+        while sum(map(len, fields)) > room:
+            fields[-2:] = [["more      in the document of --json"]]
+        lines += [*(line for field in fields for line in field), "", *rows]
         if self.with_stages:
             lines += ["", *_table({**STAGES, **BYTES}, planned.plan.stages)]
         return "\n".join(lines)

@@ -6,21 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.chains.program import Phase
-from monta_megatron.common.rules import PositiveFloat, PositiveInt, require
+from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.core import Shape
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import (
     ParallelLayout,
-    iteration_of,
-    shapes_of,
+    most_moe_layers,
+    shape_of_layout,
     uneven_stages,
 )
 from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.model import Model, with_batch
+from monta_megatron.planner.models.model import Model
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
-from monta_megatron.planner.plan import Plan, slowest_plan, with_ranges
+from monta_megatron.planner.plan import Plan, with_ranges
+from monta_megatron.planner.plan import plan as plan_shape
 from monta_megatron.planner.ranking import RankedLayout, rank_layouts
 
 # An index of rows has 32 bits.
@@ -43,7 +44,6 @@ class PlanRequest:
         seq_length, micro_batch_size: of the training; None for the model file's.
         global_batch_size: sequences of an iteration.
         phase: the passes whose time counts.
-        inter_rate_ratio: rate of the network over the cluster file's.
     """
 
     model: Any
@@ -60,7 +60,6 @@ class PlanRequest:
     micro_batch_size: PositiveInt | None = None
     global_batch_size: PositiveInt | None = None
     phase: Phase = "forward_backward"
-    inter_rate_ratio: PositiveFloat | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +101,12 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
     """
     # Step 1: model and cluster.
     model = request.model if isinstance(request.model, Model) else load_model(request.model)
-    model = with_batch(model, request.seq_length, request.micro_batch_size)
+    model = replace(
+        model,
+        seq_length=request.seq_length or model.seq_length,
+        micro_batch_size=request.micro_batch_size or model.micro_batch_size,
+    )
     cluster = cluster_of(request.cluster).of_job(request.ranks_per_node)
-    if request.inter_rate_ratio is not None:
-        cluster = with_inter_rate(cluster, request.inter_rate_ratio)
     sizes: dict[str, Any] = {"world_size": cluster.num_ranks, "cp": 1}
     sizes |= {name: getattr(request, name) for name in SIZES if getattr(request, name) is not None}
     rule = f"be at most the {cluster.num_ranks} ranks of {cluster.name} (its num_nodes)"
@@ -121,12 +122,11 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         raise ValueError(incompatibility)
 
     # Step 3: the chain.
-    shapes = shapes_of(model, layout, cluster.ranks_per_node, request.tokens)
+    shape = shape_of_layout(model, layout, cluster.ranks_per_node, request.tokens)
     rule = f"be at most {MOST_TOKENS:,} on a rank"
-    require(shapes[0].tokens_per_rank <= MOST_TOKENS, "tokens", shapes[0].tokens_per_rank, rule)
-    plan, shape = slowest_plan(shapes, cluster, phase=phase, **settings)
-    plan = with_ranges(plan, shape, cluster)
-    tokens, peak_bytes = shape.tokens_per_rank, plan.chosen.peak_bytes or 0.0
+    require(shape.tokens_per_rank <= MOST_TOKENS, "tokens", shape.tokens_per_rank, rule)
+    plan = with_ranges(plan_shape(shape, cluster, phase=phase, **settings), shape, cluster)
+    tokens = shape.tokens_per_rank
     notes = [*plan.notes, *model.notes]
     for name, layers in (uneven_stages(model, layout.pp) or {}).items():
         notes.insert(0, f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}")
@@ -137,7 +137,10 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         rule = f"be a multiple of {step}, the sequences of a micro-batch on all data parallel ranks"
         require(batch % step == 0, "--global-batch-size", batch, rule)
         number = math.ceil(batch // step * layout.tokens_per_rank(model) / tokens)
-    iteration = iteration_of(model, layout.pp, number)
+    moe_layers = most_moe_layers(model, layout.pp)
+    benefit = plan.benefit and replace(
+        plan.benefit, num_moe_layers=moe_layers, num_micro_batches=number
+    )
     return Planned(
         request=request,
         model=model,
@@ -146,8 +149,8 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         ranking=ranking,
         plan=replace(plan, notes=tuple(notes)),
         shape=shape,
-        memory=training_memory(model, cluster, layout, tokens, peak_bytes),
-        benefit=plan.benefit and replace(plan.benefit, iteration=iteration),
+        memory=training_memory(model, cluster, layout, tokens),
+        benefit=benefit,
     )
 
 

@@ -9,7 +9,6 @@ from monta_megatron.common import presets
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import require
 from monta_megatron.planner.layout import uneven_stages
-from monta_megatron.planner.models.files import is_run_file
 from monta_megatron.tools.plan.request import Planned
 
 # Arguments of a training that no plan can know.
@@ -28,12 +27,9 @@ def write_run(path: Path, planned: Planned) -> None:
     """Write the run file of a plan.
 
     Raises:
-        ValueError: the model is a run file, the ranks do not fill hosts, or the file cannot be
-            written.
+        ValueError: the ranks do not fill hosts, or the file cannot be written.
     """
     request, layout, cluster, plan = planned.request, planned.layout, planned.cluster, planned.plan
-    rule = "be a model file or a preset with --out"
-    require(not is_run_file(request.model), "--model", request.model, rule)
     on_host = min(cluster.ranks_per_host or cluster.ranks_per_node, layout.world_size)
     rule = f"be whole hosts of {on_host} for a run file"
     require(layout.world_size % on_host == 0, "world_size", layout.world_size, rule)

@@ -7,17 +7,16 @@ line, and colours inside it. Of a training that was started again, the last star
 """
 
 import re
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from monta_megatron.common.rules import require
-from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
-from monta_megatron.planner.benefit import Measured
 from monta_megatron.planner.models.model import Reader, model_of
 from monta_megatron.tools.launch.arguments import DISPATCHER, PARALLEL_ARGUMENTS
-from monta_megatron.tools.launch.log import ITERATION, TIME_MS, not_repeated
+from monta_megatron.tools.launch.log import ITERATION, TIME_MS, read_log
 from monta_megatron.tools.plan.request import PlanRequest
 
 # Colours, and what Ray says behind a line that several actors print, and Bridge behind a value.
@@ -29,8 +28,7 @@ ITEM = re.compile(LABEL + r"- (\S+)$")
 SECTION = re.compile(r"\[([a-z]+)\](?::$| Non-default values )")
 # With one of these a training starts.
 START = re.compile(rf"- arguments -|{LABEL}model:$|\[model\] Non")
-# One of these is in every line that says something, which is found faster than by expressions.
-MARKS, LONGEST_LINE = ("iteration", " ..", ": ", ":\n", "- "), 4096
+LONGEST_LINE = 4096
 # Places of a configuration whose keys are read.
 PLACES = (("model",), ("model", "transformer"), ("train",))
 UNSET = ("None", "null", "False", "false", "")
@@ -44,61 +42,25 @@ SIZES = {
 # Of TransformerConfig -> Megatron's argument.
 OTHER_NAMES = {
     "num_moe_experts": "num_experts",
-    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "gated_linear_unit": "swiglu",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingLog:
-    """Lines of a log since a training started.
+    """The last start of a training in a log.
 
     Attributes:
         file: for messages.
         said: values by their names, as texts.
-        timed: number and milliseconds of each iteration.
+        times_ms: of each iteration, in order; one that was run again counts once.
     """
 
     file: str
-    said: dict[str, str] = field(default_factory=dict)
-    timed: list[tuple[int, float]] = field(default_factory=list)
-    # Column and name of the keys that a line of YAML stands under.
-    _inside: list[tuple[int, str]] = field(default_factory=list)
-
-    def add(self, line: str) -> None:
-        """Take in what a line says; most say nothing."""
-        if iteration := ITERATION.search(line):
-            if ms := TIME_MS.search(line):
-                self.timed.append((int(iteration[1]), float(ms[1])))
-        elif dotted := DOTTED.search(line):
-            self.said[dotted[1]] = dotted[2].strip()
-        elif section := SECTION.search(line):
-            self._inside = [(-1, section[1])]
-        elif item := ITEM.search(line):
-            *above, name = self._names or ("",)
-            if tuple(above) in PLACES:
-                self.said[name] = f"{self.said.get(name, '[').rstrip(']')}{item[1]},]"
-        elif key := KEY.search(line):
-            while self._inside and key.start(1) <= self._inside[-1][0]:
-                self._inside.pop()
-            is_read = self._names in PLACES or (key[1] == "data_parallel_size" and not self._inside)
-            if is_read and key[2] is None:
-                self.said.pop(key[1], None)
-            elif is_read:
-                self.said[key[1]] = key[2].strip().strip("'\"")
-            if key[2] is None:
-                self._inside.append((key.start(1), key[1]))
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(name for _, name in self._inside)
-
-    @property
-    def times_ms(self) -> list[float]:
-        """Of each iteration, in order; one that was run again counts once."""
-        return [ms for _, ms in not_repeated(self.timed)]
+    said: dict[str, str]
+    times_ms: list[float]
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -125,11 +87,9 @@ class TrainingLog:
         """
         read = Reader(self.arguments, self.file)
         sizes = {name: read.optional(argument) for name, argument in SIZES.items()}
-        tp = sizes["tp"] = sizes["tp"] or 1
-        # Megatron's own default.
-        sizes["etp"] = sizes["etp"] or tp
-        if sizes["world_size"] is None and (dp := read.optional("data-parallel-size")) is not None:
-            sizes["world_size"] = dp * tp * (sizes["cp"] or 1) * (sizes["pp"] or 1)
+        # Megatron's own defaults.
+        sizes["tp"] = sizes["tp"] or 1
+        sizes["etp"] = sizes["etp"] or sizes["tp"]
         changes: dict[str, Any] = {
             name: size for name, size in sizes.items() if getattr(request, name) is None
         }
@@ -139,43 +99,66 @@ class TrainingLog:
         return replace(request, model=model, **changes)
 
     @property
-    def measured(self) -> Measured:
+    def iteration_ms(self) -> float:
         """The median iteration without the first tenth, in which everything starts."""
-        read, times_ms = Reader(self.arguments, self.file), self.times_ms
-        ran, overlap = (
-            str(read.value(DISPATCHER) or "allgather"),
-            "overlap-moe-expert-parallel-comm",
-        )
-        is_ours = ran == DISPATCHER_TYPE
-        return Measured(
-            iteration_ms=median(times_ms[max(1, len(times_ms) // 10) :] or times_ms),
-            ran=str(read.value("moe-monta-chain") or AUTO) if is_ours else ran,
-            is_ours=is_ours,
-            hidden_by=overlap if read.flag(overlap) else "",
-        )
+        times_ms = self.times_ms
+        return median(times_ms[max(1, len(times_ms) // 10) :] or times_ms)
+
+    @property
+    def dispatcher(self) -> str:
+        """The dispatcher that ran, by Megatron's name."""
+        return self.said.get(DISPATCHER.replace("-", "_"), "allgather")
 
 
 def read_training_log(path: Path) -> TrainingLog:
-    """Read a log line by line; what is no line of a training's loop is passed over.
+    """Read a log; what is no line of a training's loop is passed over.
 
     Raises:
         ValueError: it cannot be read, or holds no timed iteration.
     """
-    last = start = TrainingLog(f"--log: {path}")
+    file = f"--log: {path}"
     try:
-        with path.open(encoding="utf-8", errors="replace") as text:
-            for line in text:
-                if len(line) < LONGEST_LINE and any(mark in line for mark in MARKS):
-                    line = NOISE.sub("", line).rstrip()
-                    if start.timed and START.search(line):
-                        last, start = start, TrainingLog(start.file)
-                    start.add(line)
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ValueError(f"--log: {path}: cannot be read: {error.strerror}") from error
-    found = start if start.timed else last
-    if not found.timed:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
+    lines: list[str] = []
+    has_iterations = False
+    for line in text.splitlines():
+        if len(line) < LONGEST_LINE:
+            lines.append(NOISE.sub("", line).rstrip())
+            if has_iterations and START.search(lines[-1]):
+                lines, has_iterations = lines[-1:], False
+            has_iterations |= ITERATION.search(line) is not None
+    # A line that is cut says nothing of the iteration that it names.
+    timed = filter(TIME_MS.search, lines)
+    times_ms = list(read_log("\n".join(timed)).times_ms.values())
+    if not times_ms:
         raise ValueError(
-            f"--log: {path}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, "
+            f"{file}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, "
             "must be the text, not packed, that Megatron-LM or Megatron Bridge printed"
         )
-    return found
+    return TrainingLog(file, _values(lines), times_ms)
+
+
+def _values(lines: Iterable[str]) -> dict[str, str]:
+    """Values by their names, as a block of arguments or a configuration holds them."""
+    values: dict[str, str] = {}
+    # Column and name of the keys that a line of YAML stands under.
+    inside: list[tuple[int, str]] = []
+    for line in lines:
+        if dotted := DOTTED.search(line):
+            values[dotted[1]] = dotted[2].strip()
+        elif section := SECTION.search(line):
+            inside = [(-1, section[1])]
+        elif item := ITEM.search(line):
+            *above, name = [name for _, name in inside] or [""]
+            if tuple(above) in PLACES:
+                values[name] = f"{values.get(name, '').rstrip(']') or '['}{item[1]},]"
+        elif key := KEY.search(line):
+            while inside and key.start(1) <= inside[-1][0]:
+                inside.pop()
+            if tuple(name for _, name in inside) in PLACES:
+                values[key[1]] = (key[2] or "").strip().strip("'\"")
+            if key[2] is None:
+                inside.append((key.start(1), key[1]))
+    return values
