@@ -45,7 +45,7 @@ EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron\.cli)"
 KNOWN: dict[str, bool | str] = {
     r"monta plan --log .*": "tests/unit/planner/test_training_log.py",
     r"monta (doctor|plan .*|timeline --model .*)": True,
-    r"python scripts/launch_budget\.py --ep .*": True,
+    r"python scripts/launch_budget\.py --(ep .*|host)": True,
     r"monta place --(trace trace|apply \w+) .*": "tests/unit/place/test_place_command.py",
     r"monta launch .* --dry-run": "tests/launch/test_run_configs.py",
     r"monta launch --config configs/runs/quickstart\.yaml": "tests/launch/test_start.py",
@@ -71,7 +71,6 @@ KNOWN: dict[str, bool | str] = {
     r"scripts/quickstart\.sh --pairs \d+": "a measurement of minutes, on a quiet machine",
     r"MONTA_CPU_RANKS=1 .* scripts/quickstart/experts_pipelined\.py .*": "a measurement of minutes",
     r"(RATES=\S.* )?scripts/benchmark_sweep\.sh .*": "a measurement of hours",
-    r"python scripts/launch_budget\.py --host": "a measurement of this machine",
     r"export MASTER_ADDR=.*|srun .* --container-.*": "needs containers",
     r"(docker|apptainer) build .*|(docker run|apptainer exec) .* monta doctor": "needs containers",
     r"MONTA_PROJECT_URL=\S+ python -m build": "only a release has a URL",

@@ -101,11 +101,11 @@ class HostCosts:
 
     collective_us: NonNegativeFloat = 21.8
     collective_peer_us: NonNegativeFloat = 1.4
-    operation_us: NonNegativeFloat = 9.0
+    operation_us: NonNegativeFloat = 3.7
     counts_to_host_us: NonNegativeFloat = 18.0
-    counts_us: NonNegativeFloat = 427.0
-    pass_us: NonNegativeFloat = 55.0
-    stage_us: NonNegativeFloat = 11.7
+    counts_us: NonNegativeFloat = 471.0
+    pass_us: NonNegativeFloat = 39.0
+    stage_us: NonNegativeFloat = 11.5
     speed: PositiveFloat = 1.0
     range: tuple[PositiveFloat, PositiveFloat] | None = None
     source: Text
