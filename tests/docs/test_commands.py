@@ -72,7 +72,7 @@ KNOWN: dict[str, bool | str] = {
     r"MONTA_CPU_RANKS=1 .* scripts/quickstart/experts_pipelined\.py .*": "a measurement of minutes",
     r"(RATES=\S.* )?scripts/benchmark_sweep\.sh .*": "a measurement of hours",
     r"python scripts/launch_budget\.py --host": "a measurement of this machine",
-    r"export MASTER_ADDR=.*|srun .* --container-.*": "needs containers",
+    r"bash src/monta_megatron/tools/launch/start\.sh .*": "tests/launch/test_on_slurm.py",
     r"(docker|apptainer) build .*|(docker run|apptainer exec) .* monta doctor": "needs containers",
     r"MONTA_PROJECT_URL=\S+ python -m build": "only a release has a URL",
     r"pip install .*|source \.venv/bin/activate|pre-commit install": "the tests run in it",
