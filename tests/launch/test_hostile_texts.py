@@ -58,7 +58,7 @@ def test_texts_reach_the_ranks_unchanged(
             "NOTES": str(tmp_path / "notes"),
             "TEXT": text,
         },
-        "slurm": {"options": {"comment": text}},
+        "slurm": {"options": {"comment": text, "exclude": ["a", text], "mem": 0}},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(data))
     work = tmp_path / f"w{text}"
@@ -80,5 +80,6 @@ def test_texts_reach_the_ranks_unchanged(
         for line in run_script(run).splitlines()
         if line.startswith("#SBATCH")
     ]
-    assert [f"--comment={text}"] in options
+    for option in (f"--comment={text}", f"--exclude=a,{text}", "--mem=0"):
+        assert [option] in options
     assert [f"--output={run.directory}/logs/%j.log"] in options

@@ -160,7 +160,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
         ("--lr", "--lr: expected one argument"),
         ("--lr-decay-style cosin", "--lr-decay-style: invalid choice: 'cosin'"),
         ("--bf16 1", "got '1', a value of no argument"),
-        ("--moe-layer-freq [x]", "problem: NameError"),
+        ("--moe-layer-freq [x]", "problem: --moe-layer-freq: invalid"),
         # Ours.
         (f"{MOE} --moe-monta-num-chunks 0", "moe_monta_num_chunks: got 0, must be an integer >= 1"),
         (f"{MOE} --cuda-graph-impl local", "not supported"),

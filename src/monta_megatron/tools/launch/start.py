@@ -115,7 +115,8 @@ def slurm_options(run: Run) -> list[str]:
         "ntasks-per-node": 1,
         **run.config.slurm.options,
     }
-    return ["=".join(words) for words in words_of(given)]
+    options = words_of(given)
+    return [f"{name}={','.join(values)}" if values else name for name, *values in options]
 
 
 def write(run: Run) -> None:
