@@ -98,7 +98,7 @@ def size_of(arguments: Arguments, name: str, default: int) -> int:
 def merge(
     config: RunConfig, command_line: Arguments
 ) -> tuple[RunConfig, Arguments, tuple[str, ...]]:
-    """Merge defaults, the model, the run file and the command line, the last of which wins.
+    """Merge the model, defaults, the run file and the command line, the last of which wins.
 
     Args:
         config: the file's configuration, its variables replaced and its paths resolved.
@@ -120,7 +120,7 @@ def merge(
     # Step 2: all of Megatron's.
     of_model, notes = ({}, ()) if config.model is None else load_arguments(config.model)
     defaults = {DISPATCHER: DISPATCHER_TYPE, CLUSTER: config.cluster or False}
-    arguments = defaults | from_mapping(of_model) | from_mapping(config.megatron) | given
+    arguments = from_mapping(of_model) | defaults | from_mapping(config.megatron) | given
     is_stock = arguments[DISPATCHER] != DISPATCHER_TYPE
     # Stock's dispatchers refuse our options; so one file serves to compare with them.
     ours = [name for name in arguments if name.startswith(MONTA_PREFIX)]

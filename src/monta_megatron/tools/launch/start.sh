@@ -129,14 +129,14 @@ pinned_flags() {
             sub(/.*pin it with /, "", flags)
             sub(/;.*/, "", flags)
             exchanges[exchange] = 1
-            if (step + 0 >= 1000) pinned[exchange] = flags
+            if (step + 0 < 1000) next
+            pinned[exchange] = 1
+            if (all != "" && all != flags) differ = 1
+            all = flags
         }
         END {
-            for (exchange in exchanges) {
-                if (pinned[exchange] == "" || (all != "" && all != pinned[exchange])) exit
-                all = pinned[exchange]
-            }
-            print all
+            for (exchange in exchanges) if (!(exchange in pinned)) differ = 1
+            if (!differ) print all
         }
     ' "$1"
 }
