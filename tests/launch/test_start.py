@@ -3,16 +3,15 @@
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from monta_megatron.tools.launch.log import read_log
 from monta_megatron.tools.launch.start import START
 from monta_megatron.tools.plan.request import PlanRequest
 from monta_megatron.tools.plan.training_log import read_training_log
@@ -43,10 +42,6 @@ def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
     assert document["exit_status"] == 0 and document["arguments_checked"]
     assert document["plan"]["chain"] == "alltoall_allgather"
     directory = tmp_path / "runs" / "quickstart_launch"
-    summary = document["summary"]
-    assert summary["iterations"] == 4 and summary["ms_per_iteration"] > 0
-    assert summary["first_loss"] > summary["last_loss"]
-    assert summary["chain"] == "alltoall_allgather in 4 chunks"
     assert result.stderr.splitlines()[-1] == f"monta launch: log: {directory}/logs/run.log"
     assert str(directory / "cluster.yaml") in document["arguments"]
     assert document["directory"] == str(directory)
@@ -54,14 +49,15 @@ def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
     assert [entry["iteration"] for entry in record if "loss" in entry] == [1, 2, 3, 4]
     assert record[-1]["dispatcher"] == ["MontaTokenDispatcher"]
     assert record[-1]["bytes"]["inter"] > 0
-    log = (directory / "logs" / "run.log").read_text()
-    assert re.search(r"iteration +4/ +4", log)
+    log = read_log((directory / "logs" / "run.log").read_text())
+    assert log.last_iteration == 4 and log.losses[1] > log.losses[4]
+    assert log.chain == "alltoall_allgather in 4 chunks"
     read = read_training_log(directory / "logs" / "run.log")
     request = read.request(PlanRequest(model="", cluster=""))
     assert (len(read.times_ms), request.world_size, request.etp) == (4, 4, 2)
     assert read.arguments["moe-token-dispatcher-type"] == "monta"
     versions = json.loads((directory / "versions.json").read_text())
-    assert versions["arguments_checked"] and versions["versions"]["megatron-core"]
+    assert versions["versions"]["megatron-core"]
 
 
 @needs_megatron
@@ -72,11 +68,11 @@ def test_what_megatron_refuses_starts_nothing_unless_forced(tmp_path: Path) -> N
     result = launch(tmp_path, *words, *short)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
-    assert line.startswith("monta launch: Megatron's validation refuses this, if ranks are as here")
+    assert line.startswith("monta launch: Megatron refuses this, if ranks are as here: ")
     assert line.endswith("; --force goes on where the ranks are not as here")
     result = launch(tmp_path, *words, "--force", *short)
     assert result.returncode == 0 and "--max-position-embeddings 64" in result.stdout
-    assert "note: Megatron's validation refuses this" in result.stderr
+    assert "note: Megatron refuses this" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -119,55 +115,31 @@ except KeyboardInterrupt as interrupt:
 """
 # Says its process number, in one piece as ranks share the pipe; then does not end by itself.
 RANK = "import os, time; os.write(1, f'rank {os.getpid()}\\n'.encode()); time.sleep(100)"
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + RANK
 
 
-def start_ranks(folder: Path, rank: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """torchrun with two ranks below `run_and_log`, and the ranks' process numbers."""
-    script = folder / "rank.py"
-    script.write_text(rank)
+@pytest.mark.timeout(120)
+def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    """torchrun with two ranks below `run_and_log`."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
     command = ["bash", str(START), "--ranks-per-node", "2", "--nodes", "1", "--", str(script)]
     environment = {name: value for name, value in os.environ.items() if "SLURM" not in name}
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN_AND_LOG, str(folder / "run.log"), *command],
+        [sys.executable, "-c", RUN_AND_LOG, str(tmp_path / "run.log"), *command],
         env={**environment, "PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
-    numbers: list[int] = []
-    for line in process.stdout:
-        if line.startswith("rank "):
-            numbers.append(int(line.split()[1]))
-        if len(numbers) == 2:
-            return process, numbers
-    raise AssertionError((folder / "run.log").read_text())
-
-
-def is_alive(number: int) -> bool:
-    try:
-        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-@pytest.mark.timeout(120)
-def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
-    process, ranks = start_ranks(tmp_path, RANK)
+    ranks: list[int] = []
+    while len(ranks) < 2:
+        line = process.stdout.readline()
+        assert line, (tmp_path / "run.log").read_text()
+        ranks += [int(line.split()[1])] if line.startswith("rank ") else []
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 128 + signal.SIGINT
-    assert not any(map(is_alive, ranks))
-
-
-@pytest.mark.timeout(120)
-def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
-    process, ranks = start_ranks(tmp_path, STUBBORN)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
-    assert not any(map(is_alive, ranks))
+    states = [Path(f"/proc/{rank}/stat") for rank in ranks]
+    assert not any(state.exists() and ") Z " not in state.read_text() for state in states)
 
 
 def test_the_exit_status_is_passed_on(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ examples:
 CONFIG = "a file, or a preset by its name in configs/runs"
 STARTS = {
     "torchrun": "here, on one node",
-    "srun": "a step of Slurm",
+    "srun": "steps of this shell's job of Slurm, or of one of salloc",
     "sbatch": "a job of Slurm",
     "none": "write the run directory only",
 }
@@ -41,8 +41,8 @@ def add_parser(commands: Any) -> None:
         "                    [-- MEGATRON ARGUMENTS]",
         help="start a Megatron training from one YAML",
         description="Check a run file and its Megatron arguments against Megatron's own parser, "
-        "plan its exchange, write a run directory (configuration, plan, versions, script, logs) "
-        "and start it. The exit status is the run's.",
+        "validation and TransformerConfig, plan its exchange, write a run directory "
+        "(configuration, plan, versions, script, logs) and start it. The exit status is the run's.",
         epilog=EXAMPLE,
     )
     add_run_file(parser)
@@ -55,18 +55,13 @@ def add_parser(commands: Any) -> None:
 
 
 def add_run_file(parser: Any) -> None:
-    """Add the run file, Megatron's arguments after `--`, and settings to ignore in both."""
-    add_config(parser)
-    parser.add_argument(
-        "--force", action="store_true", help="go on where Megatron's own validation refuses it"
-    )
-
-
-def add_config(parser: Any) -> None:
-    """Add the run file, by its flag or without, and Megatron's arguments after `--`."""
+    """Add the run file, by its flag or without, Megatron's arguments after `--`, and --force."""
     parser.add_argument("--config", metavar="FILE", help=CONFIG)
     parser.add_argument("run_file", metavar="FILE", nargs="?", help="the same, without the flag")
     parser.after_dashes = "megatron"
+    parser.add_argument(
+        "--force", action="store_true", help="go on where Megatron's own validation refuses it"
+    )
 
 
 def run_file(parsed: argparse.Namespace) -> str:
@@ -110,18 +105,18 @@ def add_start(
 
 def run(parsed: argparse.Namespace) -> int:
     """Prepare, write and start the run; returns its exit status."""
-    from monta_megatron.tools.launch.start import LaunchRequest, launch
+    from monta_megatron.tools.launch.start import launch
 
-    request = LaunchRequest(
-        file=run_file(parsed),
-        megatron=parsed.megatron,
+    report = launch(
+        run_file(parsed),
+        parsed.megatron,
         directory=parsed.run_directory,
         start=parsed.start,
         dry_run=parsed.dry_run,
         force=parsed.force,
+        tell=partial(tell, "launch"),
+        output=sys.stderr.buffer if parsed.json else sys.stdout.buffer,
     )
-    output = sys.stderr.buffer if parsed.json else sys.stdout.buffer
-    report = launch(request, partial(tell, "launch"), output)
     if parsed.json or parsed.dry_run:
         print_report(report, parsed.json)
     return report.exit_status or 0

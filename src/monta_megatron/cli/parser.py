@@ -55,9 +55,11 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             flag = next((word for word in unknown if word.startswith("-")), unknown[0])
-            name = flag.partition("=")[0].casefold().replace("_", "-")
-            meant = nearest(name, self._option_string_actions)
-            advice = "" if meant is None else f"; did you mean {meant}?"
+            name = flag.partition("=")[0].casefold().replace("_", "-").lstrip("-")
+            meant = nearest(name, [each.lstrip("-") for each in self._option_string_actions])
+            advice = "" if meant is None else f"; did you mean --{meant}?"
+            if self.after_dashes is not None:
+                advice += "; arguments of Megatron go after --"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
         if self.after_dashes is not None:
             setattr(parsed, self.after_dashes, rest)

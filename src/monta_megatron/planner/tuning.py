@@ -192,8 +192,8 @@ class TuningWindow:
         )
         return (
             f"{best.name} wins with {measured_us[best] / 1e3:,.2f} ms per iteration{saved}; trials "
-            f"cost {self.cost:.1f} iterations; pin it with {best.flags}; us predicted and ms "
-            f"measured: {'; '.join(candidates)}"
+            f"in steps {self.first} to {self.end - 1} cost {self.cost:.1f} iterations; pin it with "
+            f"{best.flags}; us predicted and ms measured: {'; '.join(candidates)}"
         )
 
 

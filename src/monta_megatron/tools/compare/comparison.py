@@ -21,12 +21,12 @@ from monta_megatron.integration.options import DISPATCHER_TYPE
 from monta_megatron.tools.bench.report import ratio_interval, ratio_of_medians
 from monta_megatron.tools.launch.arguments import (
     DISPATCHER,
-    MONTA_PREFIX,
-    SIZE,
-    Argument,
     Arguments,
     from_mapping,
     from_words,
+    is_given,
+    size_of,
+    words_of,
 )
 from monta_megatron.tools.launch.log import RunLog, read_log
 from monta_megatron.tools.launch.prepare import Run, checked, free_directory, prepare
@@ -35,7 +35,6 @@ from monta_megatron.tools.launch.start import (
     Start,
     choose_start,
     run_and_log,
-    self_contained,
     start_command,
     write,
 )
@@ -68,7 +67,7 @@ def why_no_flex(arguments: Arguments, environment: Mapping[str, Any]) -> str | N
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed, which its backend {backend} needs (--{BACKEND})"
-    if backend == "ncclep" and not _has_value(arguments, CAPACITY):
+    if backend == "ncclep" and not is_given(arguments, CAPACITY):
         return f"--{CAPACITY} is not given, which its backend {backend} needs"
     # Not before: its import takes seconds.
     import torch
@@ -84,14 +83,10 @@ def why_no_flex(arguments: Arguments, environment: Mapping[str, Any]) -> str | N
 
 
 def _backend(arguments: Arguments) -> str:
-    if _has_value(arguments, BACKEND) and not _has_value(arguments, "moe-enable-deepep"):
-        return str(arguments[BACKEND].value)
+    if is_given(arguments, BACKEND) and not is_given(arguments, "moe-enable-deepep"):
+        return str(arguments[BACKEND])
     # Megatron's default.
     return "deepep"
-
-
-def _has_value(arguments: Arguments, name: str) -> bool:
-    return name in arguments and arguments[name].value is not False
 
 
 STOCK = "alltoall"
@@ -280,7 +275,7 @@ def prepare_trainings(
     folder = free_directory(f"{config.name}-compare", directory)
 
     def one(dispatcher: str, pair: int) -> Run:
-        chosen = arguments_for(config, path, given, dispatcher, iterations)
+        chosen = arguments_for(config, given, dispatcher, iterations)
         directory_of_run = folder / f"{dispatcher}-{pair + 1}"
         words_of_run = _words(chosen)
         return prepare(file, words_of_run, directory_of_run, dry_run=False)
@@ -288,7 +283,7 @@ def prepare_trainings(
     # Step 2: a run of each dispatcher, checked by Megatron.
     runs: dict[str, Run] = {}
     left_out = {}
-    arguments = from_mapping(config.megatron, f"{path}: megatron") | given
+    arguments = from_mapping(config.megatron) | given
     no_flex = why_no_flex(arguments, {**os.environ, **config.environment})
     for dispatcher in (DISPATCHER_TYPE, STOCK, FLEX):
         reason = no_flex if dispatcher == FLEX else None
@@ -313,7 +308,7 @@ def prepare_trainings(
             Training(
                 dispatcher=dispatcher,
                 pair=pair,
-                run=self_contained(run),
+                run=run,
                 command=tuple(start_command(how, run)),
             )
         )
@@ -338,42 +333,30 @@ def train_all(trainings: Trainings) -> Iterator[tuple[Training, RunLog]]:
 
 
 def arguments_for(
-    config: RunConfig, file: str, given: Arguments, dispatcher: str, iterations: int
+    config: RunConfig, given: Arguments, dispatcher: str, iterations: int
 ) -> Arguments:
     """Arguments after `--` of the run with one dispatcher."""
-    in_file = from_mapping(config.megatron, f"{file}: megatron")
+    in_file = from_mapping(config.megatron)
     asked = given.keys() | in_file.keys()
-    # Our options stay in the file, where they are left out for other dispatchers.
-    arguments = {
-        key: argument
-        for key, argument in given.items()
-        if dispatcher == DISPATCHER_TYPE or not key.startswith(MONTA_PREFIX)
-    }
+    arguments = dict(given)
     # Not --train-iters: the learning rate and the data follow the whole training's schedule.
     changes: dict[str, Any] = {DISPATCHER: dispatcher, "log-interval": 1}
     changes["exit-interval"] = iterations
     if dispatcher == DISPATCHER_TYPE and TUNE_STEPS not in asked:
         # Most of so few iterations would be those in which slower candidates run too.
         changes[TUNE_STEPS] = 0
-    wanted = given.get("train-iters") or in_file.get("train-iters")
-    if wanted is not None and wanted.value is not False and wanted.read(SIZE) < iterations:
+    if size_of(in_file | given, "train-iters", iterations) < iterations:
         changes["train-iters"] = iterations
     for key in CHECKPOINTS:
         arguments.pop(key, None)
         if key in in_file:
             changes[key] = False
-    source = "monta compare"
-    return arguments | {
-        key: Argument(name=key, value=value, source=source) for key, value in changes.items()
-    }
+    return arguments | changes
 
 
 def _words(arguments: Arguments) -> list[str]:
-    return [
-        word
-        for argument in arguments.values()
-        for word in ([f"--{argument.name}", "false"] if argument.value is False else argument.words)
-    ]
+    texts = {name: "false" if value is False else value for name, value in arguments.items()}
+    return [word for words in words_of(texts) for word in words]
 
 
 COLUMNS = ("dispatcher", ">ms", ">ratio", ">95% interval", ">loss difference", ">peak memory")

@@ -1,19 +1,15 @@
-"""Megatron's arguments of a run: defaults, the model, the file, then the command line."""
+"""Megatron's arguments of a run: the model's, the run file's, then the command line's."""
 
-import string
+import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from monta_megatron.common.flags import whole
-from monta_megatron.common.text import check_printable
 from monta_megatron.integration.options import DISPATCHER_TYPE
 from monta_megatron.planner.models.files import load_arguments
-from monta_megatron.tools.launch.run_config import RunConfig, RunLayout
-
-T = TypeVar("T")
-SIZE = whole(1)
+from monta_megatron.tools.launch.run_config import RunConfig
 
 # Field of the layout -> Megatron's argument. All are passed on, because Megatron's defaults differ:
 # without an ETP it takes ETP = TP.
@@ -26,47 +22,12 @@ PARALLEL_ARGUMENTS = {
 }
 DISPATCHER = "moe-token-dispatcher-type"
 MONTA_PREFIX = "moe-monta-"
+CLUSTER = "moe-monta-cluster"
+VARIABLE = re.compile(r"\$\{(\w+)\}")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Argument:
-    """One argument of a command line.
-
-    Attributes:
-        name: without the leading `--`, as it is passed on.
-        value: True for a flag, else a text, a number or a list of them.
-        source: where it was given, for messages.
-    """
-
-    name: str
-    value: Any
-    source: str
-
-    @property
-    def words(self) -> list[str]:
-        """The argument as words of a command line."""
-        if self.value is True:
-            return [f"--{self.name}"]
-        values = self.value if isinstance(self.value, list) else [self.value]
-        return [f"--{self.name}", *map(str, values)]
-
-    def read(self, number: Callable[[str], T]) -> T:
-        """The value as a number.
-
-        Args:
-            number: one of the readers of `flags`.
-
-        Raises:
-            ValueError: it is not such a number.
-        """
-        try:
-            return number("" if self.value is True else str(self.value))
-        except ArgumentTypeError as error:
-            raise ValueError(f"{self.source}: {error}") from None
-
-
-# By name with dashes, in the order in which they are passed on.
-Arguments = dict[str, Argument]
+# Name with dashes -> a text, a number, a list of them, True for a flag, or False for an argument
+# that is left out; in the order in which they are passed on.
+Arguments = dict[str, Any]
 
 
 def key_of(name: str) -> str:
@@ -74,49 +35,28 @@ def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
-def from_mapping(mapping: Mapping[str, Any], source: str) -> Arguments:
-    """The arguments of a section of the run file.
-
-    Args:
-        mapping: name -> value.
-        source: file and section, for messages.
-
-    Raises:
-        ValueError: an argument is written twice, with dashes and with underscores.
-    """
-    arguments: Arguments = {}
-    for name, value in mapping.items():
-        key = key_of(name)
-        if key in arguments:
-            raise ValueError(f"{source}.{name}: is {arguments[key].name} too, must be written once")
-        arguments[key] = Argument(name=name, value=value, source=f"{source}.{name}")
-    return arguments
+def from_mapping(mapping: Mapping[str, Any]) -> Arguments:
+    """The arguments of a section of a file."""
+    return {key_of(name): value for name, value in mapping.items()}
 
 
 def from_words(words: Sequence[str]) -> Arguments:
-    """The arguments of a command line; `--name false` is False, which removes one of the file.
+    """The arguments of a command line; `--name false` leaves out one of the file.
 
     Raises:
-        ValueError: the first word is not an argument's name, or one is not printable.
+        ValueError: the first word is not an argument's name.
     """
-    arguments: dict[str, Argument] = {}
-    current: list[str] = []
+    values: dict[str, list[str]] = {}
+    name = None
     for word in words:
-        check_printable(word, "an argument after `--`")
         if word.startswith("--"):
             name, has_value, value = word.removeprefix("--").partition("=")
-            current = [value] if has_value else []
-            arguments[key_of(name)] = Argument(name=key_of(name), value=current, source=f"--{name}")
-        elif not arguments:
-            raise ValueError(
-                f"got {word!r}, must be arguments of Megatron with their -- after `--`"
-            )
+            values[key_of(name)] = [value] if has_value else []
+        elif name is None:
+            raise ValueError(f"got {word!r} after --, must be arguments of Megatron: --lr 1e-4")
         else:
-            current.append(word)
-    return {
-        key: replace(argument, value=_value_of(argument.value))
-        for key, argument in arguments.items()
-    }
+            values[key_of(name)].append(word)
+    return {name: _value_of(words) for name, words in values.items()}
 
 
 def _value_of(words: list[str]) -> Any:
@@ -125,157 +65,125 @@ def _value_of(words: list[str]) -> Any:
     return True if not words else words[0] if len(words) == 1 else words
 
 
-@dataclass(frozen=True, kw_only=True)
-class Merged:
-    """A run's arguments, from all sources.
+def words_of(arguments: Arguments) -> list[list[str]]:
+    """Words of each argument on a command line."""
+    return [
+        [f"--{name}"]
+        if value is True
+        else [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        for name, value in arguments.items()
+        if value is not False
+    ]
 
-    Attributes:
-        config: the configuration with everything merged into it.
-        arguments: Megatron's arguments.
-        script_arguments: the arguments that the script adds.
-        notes: on the model, and what was left out and why.
+
+def is_given(arguments: Arguments, name: str) -> bool:
+    """Whether an argument is passed on."""
+    return arguments.get(name, False) is not False
+
+
+def size_of(arguments: Arguments, name: str, default: int) -> int:
+    """The integer >= 1 that an argument gives, or else the default.
+
+    Raises:
+        ValueError: it is no such integer.
     """
+    if not is_given(arguments, name):
+        return default
+    try:
+        return whole(1)(str(arguments[name]))
+    except ArgumentTypeError as error:
+        raise ValueError(f"--{name}: {error}") from None
 
-    config: RunConfig
-    arguments: Arguments
-    script_arguments: Arguments
-    notes: tuple[str, ...]
 
-
-def merge(config: RunConfig, file: str, command_line: Arguments) -> Merged:
-    """Defaults, the model, the file, then the command line.
+def merge(
+    config: RunConfig, command_line: Arguments
+) -> tuple[RunConfig, Arguments, tuple[str, ...]]:
+    """Merge the model, defaults, the run file and the command line, the last of which wins.
 
     Args:
         config: the file's configuration, its variables replaced and its paths resolved.
-        file: the run file, for messages.
         command_line: the arguments after `--`; a parallel size changes the layout.
 
-    Raises:
-        ValueError: the file contradicts its layout, or the layout its number of ranks.
-    """
-    # Step 1: the arguments that the file lists as the script's.
-    extra = from_mapping(config.script_arguments, f"{file}: script_arguments")
-    for key in extra.keys() & command_line.keys():
-        extra[key] = replace(command_line[key], name=extra[key].name)
-    rest = {key: argument for key, argument in command_line.items() if key not in extra}
+    Returns:
+        The configuration with everything in it, so that it needs no model file; Megatron's
+        arguments; notes on the model, and what was left out and why.
 
-    # Step 2: the layout, changed by the command line.
-    given = from_mapping(config.megatron, f"{file}: megatron")
-    layout = _layout(config.layout, given, rest, file)
+    Raises:
+        ValueError: the layout contradicts its number of ranks.
+    """
+    # Step 1: the script's arguments may be given after `--` too.
+    given = dict(command_line)
+    script_arguments = {
+        name: given.pop(key_of(name), value) for name, value in config.script_arguments.items()
+    }
+
+    # Step 2: all of Megatron's.
+    of_model, notes = ({}, ()) if config.model is None else load_arguments(config.model)
+    defaults = {DISPATCHER: DISPATCHER_TYPE, CLUSTER: config.cluster or False}
+    arguments = from_mapping(of_model) | defaults | from_mapping(config.megatron) | given
+    is_stock = arguments[DISPATCHER] != DISPATCHER_TYPE
+    # Stock's dispatchers refuse our options; so one file serves to compare with them.
+    ours = [name for name in arguments if name.startswith(MONTA_PREFIX)]
+    unused = [name for name in ours if is_given(arguments, name)] if is_stock else []
+    if unused:
+        notes = (*notes, f"{', '.join(unused)}: left out, {DISPATCHER} is not {DISPATCHER_TYPE}")
+        arguments = {name: value for name, value in arguments.items() if name not in ours}
+
+    # Step 3: the layout, and the arguments that are its.
     sizes = {
-        name: Argument(name=name, value=getattr(layout, field), source=f"{file}: layout.{field}")
+        field: size_of(arguments, name, getattr(config.layout, field))
         for field, name in PARALLEL_ARGUMENTS.items()
     }
-
-    # Step 3: our defaults, the model, the file over both, the command line over all.
-    defaults = {DISPATCHER: DISPATCHER_TYPE, "moe-monta-cluster": config.cluster or False}
-    of_model: Arguments = {}
-    notes: list[str] = []
-    if config.model is not None:
-        values, of_file = load_arguments(config.model)
-        of_model = from_mapping(values, config.model)
-        notes += of_file
-    own = from_mapping(defaults, f"{file}: default of megatron") | given
-    for key, argument in rest.items():
-        if argument.value is False and key not in own | of_model:
-            raise ValueError(f"{argument.source}: got false, must be an argument of {file}")
-    own = {
-        key: replace(argument, name=key)
-        for key, argument in (own | rest).items()
-        if key not in sizes
+    passed_on = {PARALLEL_ARGUMENTS[field]: size for field, size in sizes.items()} | {
+        name: value
+        for name, value in arguments.items()
+        if name not in PARALLEL_ARGUMENTS.values() and value is not False
     }
-    arguments = of_model | own
     resolved = replace(
         config,
-        layout=layout,
-        megatron={key: argument.value for key, argument in own.items()},
-        script_arguments={argument.name: argument.value for argument in extra.values()},
+        layout=replace(config.layout, **sizes),
+        model=None,
+        cluster=passed_on.get(CLUSTER, config.cluster),
+        megatron={
+            name: value
+            for name, value in passed_on.items()
+            if name not in (*PARALLEL_ARGUMENTS.values(), CLUSTER)
+        },
+        script_arguments=script_arguments,
     )
-
-    # Step 4: drop our options for stock's dispatchers, which refuse them, so that one file serves
-    # to compare with them.
-    if arguments[DISPATCHER].value != DISPATCHER_TYPE:
-        unused = [
-            key
-            for key, argument in arguments.items()
-            if key.startswith(MONTA_PREFIX) and key not in rest and argument.value is not False
-        ]
-        arguments = {key: argument for key, argument in arguments.items() if key not in unused}
-        if unused:
-            notes.append(f"{', '.join(unused)}: left out, {DISPATCHER} is not {DISPATCHER_TYPE}")
-    return Merged(
-        config=resolved,
-        arguments=_without_false(sizes | arguments),
-        script_arguments=_without_false(extra),
-        notes=tuple(notes),
-    )
-
-
-def _without_false(arguments: Arguments) -> Arguments:
-    return {key: argument for key, argument in arguments.items() if argument.value is not False}
-
-
-def _layout(layout: RunLayout, given: Arguments, command_line: Arguments, file: str) -> RunLayout:
-    changes = {}
-    for field, name in PARALLEL_ARGUMENTS.items():
-        size = getattr(layout, field)
-        if name in command_line:
-            changes[field] = command_line[name].read(SIZE)
-        elif name in given and given[name].read(SIZE) != size:
-            raise ValueError(
-                f"{given[name].source}: got {given[name].value}, must be {size} as layout.{field}, "
-                "or be left out"
-            )
     try:
-        return replace(layout, **changes)
+        _ = resolved.layout.parallel
     except ValueError as error:
-        raise ValueError(f"{file}: layout.{error}") from error
+        raise ValueError(f"layout: {error}") from error
+    return resolved, passed_on, tuple(notes)
 
 
-def check_batch(arguments: Arguments, dp: int) -> None:
-    """Refuse a batch that cannot be shared evenly.
+def replaced(value: Any, variables: Mapping[str, str], key: str = "") -> Any:
+    """A value with `${NAME}` replaced in its texts.
 
     Args:
-        arguments: Megatron's arguments.
-        dp: data parallel size.
+        value: a dataclass, a mapping, a list or a scalar.
+        variables: NAME -> text.
+        key: path of the value, for messages.
 
     Raises:
-        ValueError: it is no whole number of micro-batches on every data-parallel rank.
+        ValueError: a variable is not set.
     """
-    batch, micro = (arguments.get(name) for name in ("global-batch-size", "micro-batch-size"))
-    # A batch that is ramped up has other sizes too; Megatron checks them all.
-    if batch is None or micro is None or "rampup-batch-size" in arguments:
-        return
-    size, step = batch.read(SIZE), micro.read(SIZE) * dp
-    if size % step:
-        larger = (size // step + 1) * step
-        raise ValueError(
-            f"{batch.source}: got {size}, must be a multiple of {step}, which is micro-batch-size "
-            f"({micro.value}) times data parallel size ({dp}); the next is {larger}"
-        )
-
-
-def replaced(value: Any, variables: Mapping[str, str], source: str) -> Any:
-    """A value with its `${NAME}` replaced, in texts and lists of texts.
-
-    Raises:
-        ValueError: a variable is not set, or its value is not printable.
-    """
-    if isinstance(value, list):
-        return [replaced(entry, variables, source) for entry in value]
-    if not isinstance(value, str) or "$" not in value:
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [entry.name for entry in fields(value)]
+        return replace(value, **_each({n: getattr(value, n) for n in names}, variables, key))
+    if isinstance(value, Mapping):
+        return _each(value, variables, key)
+    if isinstance(value, list | tuple):
+        return type(value)(replaced(entry, variables, key) for entry in value)
+    if not isinstance(value, str):
         return value
-    try:
-        text = string.Template(value).substitute(variables)
-    except KeyError as error:
-        raise ValueError(f"{source}: got {value!r}, {error.args[0]} must be set") from error
-    except ValueError as error:
-        raise ValueError(f"{source}: got {value!r}, must have $ as ${{NAME}} or $$") from error
-    return check_printable(text, source)
+    for name in VARIABLE.findall(value):
+        if name not in variables:
+            raise ValueError(f"{key}: got {value}, {name} must be set")
+    return VARIABLE.sub(lambda match: variables[match[1]], value)
 
 
-def escaped(value: Any) -> Any:
-    """The inverse of `replaced`, for values without variables: `$` becomes `$$`."""
-    if isinstance(value, list):
-        return [escaped(entry) for entry in value]
-    return value.replace("$", "$$") if isinstance(value, str) else value
+def _each(values: Mapping[str, Any], variables: Mapping[str, str], key: str) -> dict[str, Any]:
+    path = f"{key}." if key else ""
+    return {name: replaced(each, variables, path + name) for name, each in values.items()}

@@ -1,128 +1,116 @@
-"""Check a run's arguments with Megatron's own parser, before anything starts.
+"""Check a run's arguments with Megatron itself, before anything starts.
 
     WORLD_SIZE=N python -m monta_megatron.tools.launch.megatron_arguments FOLDER
 
 FOLDER holds the run's script: a Megatron next to it takes precedence over an installed one, as
-when Python runs the script. Standard input is a JSON list with the words of each argument, standard
+when Python runs the script. Standard input is a JSON list of the words after the script, standard
 output a JSON `Answer`. This is a process of its own so that it uses the run's Megatron in the run's
 environment, and nothing that Megatron prints meanwhile gets in the way.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import NoReturn
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
 from monta_megatron.common.text import nearest
 
-Words = Sequence[str]
+# Arguments that TransformerConfig refuses where Transformer Engine is not installed.
+OF_TRANSFORMER_ENGINE = ("moe_permute_fusion", "apply_rope_fusion")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Answer of the parser.
+    """Answer of Megatron.
 
     Attributes:
-        megatron: version of Megatron-Core, or None where there is none.
-        unchecked: why nothing was checked, or None.
-        problem: the first thing that is wrong, or None.
-        position: position of the argument that the problem is about, or None.
-        doubt: what Megatron's validation refuses, or None. It looks for devices and optional
-            libraries, which the run may find where this process does not.
+        megatron: version of the Megatron-Core that has checked them; None if none has.
+        unchecked: what was not checked and why, or None.
+        problem: a mistake in one argument, or in those of this package; None if there is none.
+        refusal: what Megatron's validation or its TransformerConfig refuses, or None. They look for
+            devices and libraries, which the run may find where this process does not.
     """
 
     megatron: str | None = None
     unchecked: str | None = None
     problem: str | None = None
-    position: int | None = None
-    doubt: str | None = None
+    refusal: str | None = None
 
 
-def check(arguments: Sequence[Words]) -> Answer:
-    """Parse as the training script will.
+def check(words: Sequence[str]) -> Answer:
+    """Parse, validate and configure as the training script will.
 
     Args:
-        arguments: the words of each argument, such as ["--lr", "1e-4"].
+        words: Megatron's arguments, such as ["--lr", "1e-4"].
     """
     try:
         from megatron.core.package_info import __version__ as version
     except ImportError as error:
-        return Answer(unchecked=f"Megatron-Core cannot be imported: {error}")
+        return Answer(unchecked=f"arguments: Megatron-Core cannot be imported: {error}")
     try:
         from megatron.training.arguments import add_megatron_arguments
     except ImportError as error:
-        return Answer(
-            megatron=version,
-            unchecked=f"Megatron-Core {version} has no megatron.training to check them: {error}",
-        )
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    add_megatron_arguments(parser)
-    for position, words in enumerate(arguments):
-        problem = _problem(parser, words, version)
-        if problem is not None:
-            return Answer(megatron=version, problem=problem, position=position)
-    command_line = [word for words in arguments for word in words]
-    answer = _check_options(parser.parse_args(command_line), arguments, version)
-    return answer if answer.problem else replace(answer, doubt=_doubt(command_line))
-
-
-def _check_options(parsed: argparse.Namespace, arguments: Sequence[Words], version: str) -> Answer:
-    """Problems of the arguments taken together, found by this package."""
+        reason = f"arguments: Megatron-Core {version} has no megatron.training: {error}"
+        return Answer(unchecked=reason)
     from monta_megatron.integration.arguments import check_arguments
 
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_megatron_arguments(parser)
     try:
+        parsed, unknown = parser.parse_known_args(words)
+        if unknown:
+            return Answer(megatron=version, problem=_unknown(unknown[0], parser, version))
         check_arguments(parsed)
     except ValueError as error:
-        field = str(error).partition(":")[0]
-        names = [words[0].lstrip("-").replace("-", "_") for words in arguments]
-        if field not in names:
-            return Answer(megatron=version, problem=str(error))
-        text = str(error).removeprefix(f"{field}: ")
-        return Answer(megatron=version, problem=text, position=names.index(field))
-    return Answer(megatron=version)
-
-
-def _doubt(command_line: list[str]) -> str | None:
-    """The first thing that Megatron's validation refuses at the environment's world size."""
-    from megatron.training.arguments import parse_args, validate_args
-
-    sys.argv[1:] = command_line
-    try:
-        validate_args(parse_args())
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it refuses in many ways
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    return None
-
-
-class _ParserError(Exception):
-    pass
+        return Answer(megatron=version, problem=str(error))
+    except Exception as error:  # noqa: BLE001 - a converter of Megatron's fails in its own way
+        return Answer(megatron=version, problem=f"{type(error).__name__}: {error}")
+    refusal, skipped = _configure(words)
+    why = f"{', '.join(skipped)}: Transformer Engine is not installed here" if skipped else None
+    return Answer(megatron=version, refusal=refusal, unchecked=why)
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _ParserError(message)
+        raise ValueError(message.removeprefix("argument "))
 
 
-def _problem(parser: argparse.ArgumentParser, words: Words, version: str) -> str | None:
-    """Problem of one argument by itself, in argparse's words."""
-    known = [
-        name.removeprefix("--") for action in parser._actions for name in action.option_strings
-    ]
-    name = words[0].removeprefix("--")
-    if name not in known:
-        meant = nearest(name, known)
-        advice = "" if meant is None else f"; did you mean {meant}?"
-        return f"no argument of Megatron-Core {version}{advice}"
+def _unknown(word: str, parser: argparse.ArgumentParser, version: str) -> str:
+    if not word.startswith("--"):
+        return f"got {word!r}, a value of no argument"
+    meant = nearest(word, parser._option_string_actions)
+    return f"{word}: no argument of Megatron-Core {version}" + (
+        "" if meant is None else f"; did you mean {meant}?"
+    )
+
+
+def _configure(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """First thing that Megatron refuses at the environment's world size, and unchecked settings."""
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.training.arguments import (
+        core_transformer_config_from_args,
+        parse_args,
+        validate_args,
+    )
+
+    sys.argv[1:] = words
+    skipped = []
     try:
-        _, rest = parser.parse_known_args(words)
-    except _ParserError as error:
-        return str(error).removeprefix(f"argument {words[0]}: ")
-    except Exception as error:  # noqa: BLE001 - a converter of Megatron's fails in its own way
-        return f"got {' '.join(words[1:])!r}: {type(error).__name__}: {error}"
-    return f"got {' '.join(rest)!r}, which it does not take" if rest else None
+        args: Any = validate_args(parse_args())
+        batch = (args.rampup_batch_size, args.global_batch_size, args.micro_batch_size)
+        init_num_microbatches_calculator(0, *batch, args.data_parallel_size)
+        for name in OF_TRANSFORMER_ENGINE:
+            if getattr(args, name, False) and not importlib.util.find_spec("transformer_engine"):
+                setattr(args, name, False)
+                skipped.append(name)
+        core_transformer_config_from_args(args)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it refuses in many ways
+        return " ".join(f"{type(error).__name__}: {error}".split()), skipped
+    return None, skipped
 
 
 def main(folder: str) -> None:

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Start one process per rank: in a shell, as a task of srun, or as the batch script of sbatch.
 #
-#   start.sh [--ranks-per-node N] [--nodes M] -- SCRIPT ARGS...
+#   start.sh [--ranks-per-node N] [--nodes M] [--container-image IMAGE
+#            [--container-mounts HOST:CONTAINER,...] [--container-workdir DIR]] -- SCRIPT ARGS...
 #
 #   SCRIPT             a Python script, or -m MODULE
 #   --ranks-per-node   default: $RANKS_PER_NODE, else the GPUs that Slurm gives on a node
 #   --nodes            default: all of the job; in a shell $NNODES, else 1
+#   --container-image  runs the ranks in it: one that ends in .sif by `apptainer exec`, any other by
+#                      Pyxis, in a job only
 #
 # in a shell    torchrun on this node. Several nodes: the same on each, with NODE_RANK, MASTER_ADDR
 #               and MASTER_PORT in the environment.
@@ -14,6 +17,7 @@
 #               `--signal=B:USR1@SECONDS --requeue` every rank gets SIGTERM that long before the
 #               time limit, and Megatron's --exit-signal-handler writes a checkpoint and ends; if
 #               all ranks end with status 0, the job is requeued and resumes from the checkpoint.
+#               It then has the flags that its second tuning windows pinned, if all pinned the same.
 #
 # A batch script of your own has to end with `exec bash start.sh ...`: Slurm signals nothing else.
 #
@@ -65,11 +69,14 @@ in_shell() {
             --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"
         )
     fi
-    exec "${torchrun[@]}" "${place[@]}" "$@"
+    ((${#pyxis[@]} == 0)) ||
+        die "--container-image: got '$image', must end in .sif outside of a job; see sbatch, salloc"
+    exec "${apptainer[@]}" "${torchrun[@]}" "${place[@]}" "$@"
 }
 
 # One task of a step: this node's ranks, or one rank.
 in_step() {
+    [[ -z $image ]] || die "--container-image: not in a step of srun; see sbatch, salloc"
     nodes=${nodes:-$SLURM_STEP_NUM_NODES}
     local tasks=$SLURM_STEP_NUM_TASKS command ranks_are=children
     ((nodes == SLURM_STEP_NUM_NODES)) ||
@@ -110,17 +117,46 @@ end_ranks() {
     signal TERM "${ranks[@]:-$child}"
 }
 
+# pinned_flags LOG: print the flags that the second tuning window of every exchange has pinned, if
+# they are the same. A second window opens 1,000 steps after the first.
+pinned_flags() {
+    awk '
+        /auto, exchange of ranks .* wins with / {
+            exchange = step = flags = $0
+            sub(/.*exchange of ranks /, "", exchange)
+            sub(/:.*/, "", exchange)
+            sub(/.*trials in steps /, "", step)
+            sub(/.*pin it with /, "", flags)
+            sub(/;.*/, "", flags)
+            exchanges[exchange] = 1
+            if (step + 0 < 1000) next
+            pinned[exchange] = 1
+            if (all != "" && all != flags) differ = 1
+            all = flags
+        }
+        END {
+            for (exchange in exchanges) if (!(exchange in pinned)) differ = 1
+            if (!differ) print all
+        }
+    ' "$1"
+}
+
 in_job() {
     nodes=${nodes:-$SLURM_JOB_NUM_NODES}
-    local requeue=no status=0
+    local requeue=no status=0 log pinned=()
+    if ((${SLURM_RESTART_COUNT:-0} > 0)); then
+        log=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
+        read -ra pinned < <(pinned_flags "$log") || true
+        ((${#pinned[@]} == 0)) || say "pinned by the second tuning window: ${pinned[*]}"
+    fi
     MASTER_ADDR=$(first_host "$SLURM_JOB_NODELIST")
     export MASTER_ADDR MASTER_PORT
     # Pass the text of this file, since Slurm's copy of a batch script is on one node only. Without
     # a CPU binding the one task of a node may use all the cores of the job there.
     # On some clusters a job passes nothing of its environment to its steps unless it says so.
     srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --cpu-bind none --kill-on-bad-exit \
-        --export ALL bash -c "$(<"$0")" \
-        start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "$@" &
+        --export ALL "${pyxis[@]}" "${apptainer[@]}" bash -c "$(<"$0")" \
+        start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "$@" "${pinned[@]}" &
     child=$!
     trap 'requeue=yes; signal USR1 "$child"' USR1
     trap 'signal TERM "$child"' TERM INT
@@ -138,19 +174,32 @@ in_job() {
 
 python=${PYTHON:-python}
 ranks_per_node=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
-nodes=
+nodes='' image='' mounts='' workdir=''
 while (($# > 0)); do
     case $1 in
         --ranks-per-node) ranks_per_node=${2:-} ;;
         --nodes) nodes=${2:-}; check_count "$1" "$nodes" ;;
+        --container-image) image=${2:-} ;;
+        --container-mounts) mounts=${2:-} ;;
+        --container-workdir) workdir=${2:-} ;;
         --) shift; break ;;
-        *) die "got '$1', must be --ranks-per-node N, --nodes M, or -- before the script" ;;
+        *) die "got '$1', must be --ranks-per-node N, --nodes M, --container-..., or -- before the" \
+            "script" ;;
     esac
     shift $(($# > 1 ? 2 : 1))
 done
 check_count --ranks-per-node "$ranks_per_node"
 (($# > 0)) || die "no script after --"
 torchrun=("$python" -m monta_megatron.common.torchrun --nproc-per-node "$ranks_per_node")
+pyxis=() apptainer=()
+if [[ $image == *.sif ]]; then
+    apptainer=(apptainer exec --nv ${mounts:+--bind "$mounts"} ${workdir:+--pwd "$workdir"} "$image")
+elif [[ -n $image ]]; then
+    pyxis=(
+        --container-image "$image" ${mounts:+--container-mounts "$mounts"}
+        ${workdir:+--container-workdir "$workdir"}
+    )
+fi
 
 # The steps of salloc's own shell and of batch scripts have reserved numbers, the highest ones.
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
