@@ -1,4 +1,4 @@
-"""`monta compare` for real: trainings on CPU ranks, and one that fails."""
+"""`monta compare` with trainings on CPU ranks, and one that fails."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ pytestmark = [
 
 FAILING = """
 import sys
-if "alltoall" in sys.argv:
+if "monta" in sys.argv:
     raise ValueError("no such dispatcher today")
 """
 
@@ -43,34 +43,46 @@ def compare(folder: Path, *words: str, **changes: Any) -> subprocess.CompletedPr
     )
 
 
-def test_both_dispatchers_and_what_they_leave(tmp_path: Path) -> None:
-    result = compare(tmp_path, "--iterations", "3", "--json")
+def test_both_dispatchers_and_their_run_directories(tmp_path: Path) -> None:
+    result = compare(tmp_path, "--iterations", "3", "--pairs", "1", "--json")
     assert result.returncode == 0, result.stderr[-6000:]
     document = json.loads(result.stdout)
     rows = {row["dispatcher"]: row for row in document["rows"]}
     assert list(rows) == ["monta", "alltoall"]
     assert rows["monta"]["max_loss_difference"] == 0
     assert rows["monta"]["chain"] == "alltoall_allgather in 4 chunks"
-    assert all(row["median_ms"] > 0 and row["peak_memory_bytes"] > 0 for row in rows.values())
-    assert "CPU ranks" in document["left_out"]["flex"]
+    assert all(row["iteration_ms"] > 0 and row["peak_memory_bytes"] > 0 for row in rows.values())
+    assert list(document["left_out"]) == ["flex"]
+    # A line for every iteration while it runs.
+    for name in ("monta-1", "alltoall-1"):
+        for n in (1, 2, 3):
+            assert f"monta compare: {name}: iteration {n}: " in result.stderr
+    assert " ms, loss 5." in result.stderr
     directory = tmp_path / "runs" / "quickstart_launch-compare"
     saved = json.loads((directory / "compare.json").read_text())
     assert saved["rows"] == document["rows"] and document["exit_status"] == 0
-    for training in document["trainings"]:
+    assert list(document["trainings"]) == ["monta-1", "alltoall-1"]
+    for name in document["trainings"]:
         # Ended early, on the schedule of the whole training, and without checkpoints.
-        assert list(training["losses"]) == ["1", "2", "3"]
-        script = Path(training["directory"], "run.sh").read_text()
-        assert "--train-iters 10\n" in script and "--save " not in script
-        assert not Path(training["directory"], "checkpoints").exists()
+        script = (directory / name / "run.sh").read_text()
+        assert "--train-iters 10\n" in script and "--exit-interval 3\n" in script
+        assert "--save " not in script and not (directory / name / "checkpoints").exists()
 
 
 def test_the_training_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAILING)
     result = compare(tmp_path, script="fail.py", script_arguments={})
-    assert (result.returncode, result.stdout) == (1, "")
-    log = tmp_path / "runs" / "quickstart_launch-compare" / "alltoall-1" / "logs" / "run.log"
+    assert (result.returncode, result.stdout) == (2, "")
+    log = tmp_path / "runs" / "quickstart_launch-compare" / "monta-1" / "logs" / "run.log"
     assert result.stderr.splitlines()[-1] == (
-        "monta compare: the run with alltoall failed, with exit status 1: "
+        "monta compare: monta-1 failed, with exit status 1: "
         f"ValueError: no such dispatcher today; log: {log}"
     )
-    assert log.is_file()
+
+
+def test_a_refused_run_is_one_line(tmp_path: Path) -> None:
+    result = compare(tmp_path, "--", "--no-such-argument", "1")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "no-such-argument" in result.stderr.splitlines()[-1]
+    assert result.stderr.splitlines()[-1].startswith("monta compare: ")
+    assert not (tmp_path / "runs").exists()
