@@ -20,6 +20,7 @@ import pickle
 import re
 import shutil
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from monta_megatron.tools.place.placement import Placement
 
-TRACKER, INDEX, PLACED_FILE = "latest_checkpointed_iteration.txt", ".metadata", "__placed.distcp"
+TRACKER, INDEX = "latest_checkpointed_iteration.txt", ".metadata"
 # The name of a parameter of experts, after that of an optimizer's state. An object is stored per
 # expert: its name ends with its offsets and the shape of all.
 _NAME = re.compile(
@@ -234,8 +235,10 @@ def _fill(folder: Path, source: Path, placement: Placement) -> bool:
     except (pickle.UnpicklingError, AttributeError, EOFError) as error:
         raise ValueError(f"{source / INDEX}: must be the index of a checkpoint") from error
     placed, orders = _place_index(index, placement)
-    # A checkpoint that was placed before has such a file, whose other pieces are still needed.
-    new_file = f"{len(list(source.glob('*' + PLACED_FILE)))}{PLACED_FILE}"
+    # A checkpoint that was placed before has such a file, too.
+    new_file = next(
+        name for n in count() if not (source / (name := f"__placed_{n}.distcp")).exists()
+    )
     with (folder / new_file).open("wb") as file:
         for key, order in orders.items():
             start, info = file.tell(), placed.storage_data[key]

@@ -2,12 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-from numpy.typing import NDArray
 
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.tables import Progress, table
@@ -29,58 +27,36 @@ LEAST_GAIN_PCT = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedLayer:
-    """One layer, with its held-out tokens measured before and after.
-
-    Attributes:
-        order: [E] the expert at each position.
-        before, after: copies of a token per "rank" and per "node", and "load", the token-expert
-            pairs of the busiest rank over their mean.
-    """
-
-    order: NDArray[Any]
-    before: Mapping[str, float]
-    after: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlacementReport:
-    """Placement of all layers.
+    """Placement of all layers, measured on held-out tokens; its document is also its file.
 
     Attributes:
-        model: the traced model.
-        num_ranks: EP ranks of the exchange.
+        model: name of the model.
+        num_experts: E.
+        ep: EP ranks of the exchange.
         num_nodes: nodes of the exchange.
-        layers: layer, counted from 0 -> its placement.
+        copies_per_token: "before", "after" and "uniform" -> copies per "rank" and per "node", the
+            mean of all layers.
+        layers: layer, counted from 0 -> "before" and "after" -> copies per "rank" and per "node",
+            and "load", the token-expert pairs of the busiest rank over their mean.
+        placement: layer -> [E] the expert at each position.
     """
 
-    model: Model
-    num_ranks: int
+    model: str
+    num_experts: int
+    ep: int
     num_nodes: int
-    layers: Mapping[int, PlacedLayer]
-
-    @property
-    def copies(self) -> dict[str, dict[str, float]]:
-        """Copies of a held-out token per rank and node: "before", "after", and of uniform routing.
-
-        Each is the mean of all layers.
-        """
-        routing = uniform_routing(self.model)
-        parts = {"rank": self.num_ranks, "node": self.num_nodes}
-        placed = self.layers.values()
-        return {
-            "before": {part: mean(layer.before[part] for layer in placed) for part in parts},
-            "after": {part: mean(layer.after[part] for layer in placed) for part in parts},
-            "uniform": {part: float(routing.hits(num).sum()) for part, num in parts.items()},
-        }
+    copies_per_token: Mapping[str, Mapping[str, float]]
+    layers: Mapping[int, Mapping[str, Mapping[str, float]]]
+    placement: Mapping[int, list[int]]
 
     @property
     def gain_pct(self) -> float:
-        """Copies saved, per rank or per node, where more are saved.
+        """Copies saved per rank or per node, where more are saved.
 
         The groups of a router, or a single node, may fix the other.
         """
-        before, after = self.copies["before"], self.copies["after"]
+        before, after = self.copies_per_token["before"], self.copies_per_token["after"]
         return max(100 * (1 - after[part] / before[part]) for part in before)
 
     @property
@@ -94,40 +70,21 @@ class PlacementReport:
         )
 
     def document(self) -> dict[str, Any]:
-        """The JSON document, which is also the file of the placement."""
-        return {
-            "model": self.model.name,
-            "num_experts": self.model.num_experts,
-            "ep": self.num_ranks,
-            "num_nodes": self.num_nodes,
-            "copies_per_token": self.copies,
-            "gain_pct": self.gain_pct,
-            "refused": self.refused,
-            "layers": {
-                str(layer): {"before": placed.before, "after": placed.after}
-                for layer, placed in self.layers.items()
-            },
-            "placement": {
-                str(layer): placed.order.tolist() for layer, placed in self.layers.items()
-            },
-        }
+        """The JSON document."""
+        return {**asdict(self), "gain_pct": self.gain_pct, "refused": self.refused}
 
     def text(self) -> str:
         """A table by layer, the mean beside uniform routing, and the verdict."""
         columns = ("layer", ">ranks", ">placed", ">nodes", ">placed", ">load", ">placed")
-
-        def cells(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
-            return [f"{when[name]:.2f}" for name in before for when in (before, after)]
-
-        copies = self.copies
-        rows: list[tuple[object, ...]] = [
-            *(
-                (layer, *cells(placed.before, placed.after))
-                for layer, placed in self.layers.items()
-            ),
-            ("mean", *cells(copies["before"], copies["after"]), "", ""),
-            ("uniform", *cells(copies["uniform"], copies["uniform"]), "", ""),
-        ]
+        copies = self.copies_per_token
+        uniform = {"before": copies["uniform"], "after": copies["uniform"]}
+        rows = []
+        for name, measured in (*self.layers.items(), ("mean", copies), ("uniform", uniform)):
+            pairs = (
+                (when, part) for part in ("rank", "node", "load") for when in ("before", "after")
+            )
+            values = [measured[when].get(part) for when, part in pairs]
+            rows.append((name, *("" if value is None else f"{value:.2f}" for value in values)))
         title = "Copies of a held-out token per rank and per node; load of the busiest rank"
         verdict = self.refused or f"{self.gain_pct:.1f}% fewer copies of held-out tokens"
         return f"{table(columns, rows, title)}\n\n{verdict}"
@@ -158,35 +115,47 @@ def place(
     Raises:
         ValueError: one line: a file or value is wrong.
     """
+    # Step 1: the exchange.
     if out is not None and out.exists():
         raise ValueError(f"--out: got {out}, must not exist")
     model, cluster = load_model(model_file), load_cluster(cluster_file)
-    num_ranks = ep or cluster.num_ranks // etp
-    num_nodes = _num_nodes(model, cluster, num_ranks, etp)
-    layers = {}
+    ep = ep or cluster.num_ranks // etp
+    parts = {"rank": ep, "node": _num_nodes(model, cluster, ep, etp)}
+
+    def measure(routing_TE: RoutingMap) -> dict[str, float]:
+        copies = {part: copies_per_token(routing_TE, num) for part, num in parts.items()}
+        return {**copies, "load": busiest_load(routing_TE, ep)}
+
+    # Step 2: each layer.
+    layers, placement = {}, {}
     traced = read_trace(trace, model, pp)
     progress.phase("layers placed", len(traced))
     for layer, (training_TE, held_out_TE) in traced.items():
         groups = model.moe_router_num_groups or 1
-        order = place_experts(training_TE, num_nodes, num_ranks, groups)
-        layers[layer] = PlacedLayer(
-            order=order,
-            before=_measure(held_out_TE, num_ranks, num_nodes),
-            after=_measure(held_out_TE[:, order], num_ranks, num_nodes),
-        )
+        order = place_experts(training_TE, parts["node"], ep, groups)
+        placement[layer] = order.tolist()
+        layers[layer] = {"before": measure(held_out_TE), "after": measure(held_out_TE[:, order])}
         progress.step()
-    report = PlacementReport(model=model, num_ranks=num_ranks, num_nodes=num_nodes, layers=layers)
+
+    # Step 3: all of them.
+    routing = uniform_routing(model)
+    copies = {
+        when: {part: mean(measured[when][part] for measured in layers.values()) for part in parts}
+        for when in ("before", "after")
+    }
+    copies["uniform"] = {part: float(routing.hits(num).sum()) for part, num in parts.items()}
+    report = PlacementReport(
+        model=model.name,
+        num_experts=model.num_experts,
+        ep=ep,
+        num_nodes=parts["node"],
+        copies_per_token=copies,
+        layers=layers,
+        placement=placement,
+    )
     if out is not None and report.refused is None:
         write_whole(out, json.dumps(report.document()) + "\n")
     return report
-
-
-def _measure(routing_TE: RoutingMap, num_ranks: int, num_nodes: int) -> dict[str, float]:
-    return {
-        "rank": copies_per_token(routing_TE, num_ranks),
-        "node": copies_per_token(routing_TE, num_nodes),
-        "load": busiest_load(routing_TE, num_ranks),
-    }
 
 
 def _num_nodes(model: Model, cluster: Cluster, ep: int, etp: int) -> int:
@@ -201,16 +170,12 @@ def _num_nodes(model: Model, cluster: Cluster, ep: int, etp: int) -> int:
             f"{cluster.name}"
         )
     layout = ParallelLayout(world_size=ep * etp, ep=ep, etp=etp)
-    uneven = layout.incompatibility(model)
     (exchange, *_) = exchanges(layout, model.num_experts, cluster.ranks_per_node)
-    uneven = uneven or exchange.uneven_nodes()
+    problem = layout.incompatibility(model) or exchange.uneven_nodes()
     groups = model.moe_router_num_groups or 1
     for parts in (ep, exchange.num_nodes):
         if max(parts, groups) % min(parts, groups):
-            uneven = uneven or (
-                f"moe-router-num-groups: got {groups}, must divide {parts} or be a multiple of it, "
-                "as the groups of a router stay together"
-            )
-    if uneven is not None:
-        raise ValueError(f"--ep: got {ep} on {exchange.num_nodes} nodes: {uneven}")
+            problem = problem or f"the router has {groups} groups, which must stay together"
+    if problem is not None:
+        raise ValueError(f"--ep: got {ep} on {exchange.num_nodes} nodes: {problem}")
     return exchange.num_nodes
