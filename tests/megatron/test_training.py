@@ -235,6 +235,8 @@ def test_a_training_goes_on_with_placed_experts(
     moved = [key for key in before if before[key] != after[key]]
     assert moved and all("mlp.router" in key or "mlp.experts" in key for key in moved)
     assert before == back
+    assert main([*apply, str(undone), "--out", f"{tmp_path}/again"]) == 0
+    assert stored(tmp_path / "again") == after
     # What is there is kept; and a placement of another model moves nothing.
     assert main([*apply, str(saved), "--out", str(placed)]) == 2
     content = sorted(tmp_path.rglob("*"))
