@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +33,28 @@ if "monta" in sys.argv:
 """
 
 
-def compare(folder: Path, *words: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    """Compare a smaller quickstart: two ranks, EP 2, each on a node of its own."""
+def write_run_file(folder: Path, **changes: Any) -> None:
+    """A smaller quickstart: two ranks, EP 2, each on a node of its own."""
     data = yaml.safe_load(CONFIG.read_text())
     for name in ("model", "cluster", "script"):
         data[name] = str((CONFIG.parent / data[name]).resolve())
     data["layout"] = {"nodes": 1, "ranks_per_node": 2, "ep": 2}
     data["megatron"] |= {"moe-monta-ranks-per-node": 1, "sequence-parallel": False}
     (folder / "run.yaml").write_text(yaml.safe_dump({**data, **changes}))
+
+
+def compare(folder: Path, *words: str, **changes: Any) -> subprocess.CompletedProcess[str]:
+    write_run_file(folder, **changes)
     return subprocess.run(
         [*COMPARE, *words], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
     )
+
+
+SLEEPING = """
+import os, pathlib, time
+pathlib.Path(f"rank{os.environ['RANK']}").write_text(str(os.getpid()))
+time.sleep(600)
+"""
 
 
 def test_both_dispatchers_and_their_run_directories(tmp_path: Path) -> None:
@@ -61,8 +75,8 @@ def test_both_dispatchers_and_their_run_directories(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "quickstart_launch-compare"
     saved = json.loads((directory / "compare.json").read_text())
     assert saved["rows"] == document["rows"] and document["exit_status"] == 0
-    assert list(document["trainings"]) == ["monta-1", "alltoall-1"]
-    for name in document["trainings"]:
+    assert [len(row["trainings_ms"]) for row in document["rows"]] == [1, 1]
+    for name in ("monta-1", "alltoall-1"):
         # Ended early, on the schedule of the whole training, and without checkpoints.
         script = (directory / name / "run.sh").read_text()
         assert "--train-iters 10\n" in script and "--exit-interval 3\n" in script
@@ -86,3 +100,20 @@ def test_a_refused_run_is_one_line(tmp_path: Path) -> None:
     assert "no-such-argument" in result.stderr.splitlines()[-1]
     assert result.stderr.splitlines()[-1].startswith("monta compare: ")
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "sleep.py").write_text(SLEEPING)
+    write_run_file(tmp_path, script="sleep.py", script_arguments={})
+    command = [*COMPARE, "--pairs", "1"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        ranks = [tmp_path / "rank0", tmp_path / "rank1"]
+        while process.poll() is None and not all(rank.is_file() for rank in ranks):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130, error
+    assert error.splitlines()[-1] == "monta compare: interrupted"
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(rank.read_text()), 0)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -49,6 +48,7 @@ class Compared:
     Attributes:
         dispatcher: value of Megatron's --moe-token-dispatcher-type.
         iteration_ms: time of an iteration, the median of the trainings' medians.
+        trainings_ms: median of the iterations of each training.
         ratio: speedup over stock, the geometric mean of the pairs.
         ratio_low: its 95% interval; None for stock itself and for a single pair.
         ratio_high: likewise.
@@ -60,6 +60,7 @@ class Compared:
 
     dispatcher: str
     iteration_ms: float
+    trainings_ms: list[float]
     ratio: float
     ratio_low: float | None
     ratio_high: float | None
@@ -78,10 +79,12 @@ def interleaved(dispatchers: Sequence[str], pairs: int) -> Iterator[tuple[int, s
 def compare(dispatcher: str, stock: Sequence[RunLog], own: Sequence[RunLog]) -> Compared:
     """Compare the trainings of one dispatcher with stock's, pair by pair."""
     ratio, low, high = (1.0, None, None) if own is stock else speedup(stock, own)
+    times_ms = [iteration_ms(log) for log in own]
     peaks = [log.peak_memory_bytes for log in own if log.peak_memory_bytes is not None]
     return Compared(
         dispatcher=dispatcher,
-        iteration_ms=median(map(iteration_ms, own)),
+        iteration_ms=median(times_ms),
+        trainings_ms=times_ms,
         ratio=ratio,
         ratio_low=low,
         ratio_high=high,
@@ -174,7 +177,7 @@ def run_trainings(
     dispatchers, left_out = [MONTA, STOCK, FLEX], {}
     if not any(map(find_spec, FLEX_PACKAGES)):
         left_out[FLEX] = f"none of its backends is installed ({', '.join(FLEX_PACKAGES)})"
-    logs: list[tuple[Path, RunLog]] = []
+    logs: dict[str, list[RunLog]] = {}
     for pair, dispatcher in interleaved(dispatchers, pairs):
         if dispatcher in left_out:
             continue
@@ -182,15 +185,18 @@ def run_trainings(
         words = megatron_words(megatron, config.megatron, dispatcher, iterations)
         command = [*launch, "--run-directory", str(folder), "--", *words]
         tell(f"{folder.name} of {pairs} starts")
+        own = logs.setdefault(dispatcher, [])
         try:
-            logs.append((folder, _train(command, folder, iterations, tell)))
+            own.append(_train(command, folder, iterations, tell))
         except ValueError as error:
             if dispatcher != FLEX:
                 raise
             left_out[FLEX] = str(error)
+            del logs[FLEX]
 
     # Step 3: compare.
-    report = ComparisonReport(logs=logs, left_out=left_out, directory=directory)
+    rows = [compare(name, logs[STOCK], own) for name, own in logs.items()]
+    report = ComparisonReport(rows=rows, left_out=left_out, directory=directory)
     write_whole(directory / "compare.json", json.dumps(report.document(), indent=2) + "\n")
     return report
 
@@ -272,26 +278,14 @@ class ComparisonReport:
     """Report of all trainings.
 
     Attributes:
-        logs: (run directory, log) of each training.
+        rows: a row for each dispatcher.
         left_out: dispatcher -> why it is not compared.
-        directory: folder of the run directories.
+        directory: folder of the run directories, DISPATCHER-PAIR.
     """
 
-    logs: Sequence[tuple[Path, RunLog]]
+    rows: Sequence[Compared]
     left_out: Mapping[str, str]
     directory: Path
-
-    @cached_property
-    def rows(self) -> list[Compared]:
-        """A row for each dispatcher."""
-        by_name: dict[str, list[RunLog]] = {}
-        for folder, log in self.logs:
-            by_name.setdefault(folder.name.rpartition("-")[0], []).append(log)
-        return [
-            compare(name, by_name[STOCK], logs)
-            for name, logs in by_name.items()
-            if name not in self.left_out
-        ]
 
     def text(self) -> str:
         """The table and its notes."""
@@ -327,7 +321,6 @@ class ComparisonReport:
         return {
             "rows": rows,
             "left_out": dict(self.left_out),
-            "trainings": {folder.name: iteration_ms(log) for folder, log in self.logs},
             "directory": str(self.directory),
             "versions": versions(),
             "machine": machine(),
