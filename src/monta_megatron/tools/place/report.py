@@ -77,7 +77,7 @@ class PlacementReport:
         """A table by layer, the mean beside uniform routing, and the verdict."""
         columns = ("layer", ">ranks", ">placed", ">nodes", ">placed", ">load", ">placed")
         copies = self.copies_per_token
-        uniform = {"before": copies["uniform"], "after": copies["uniform"]}
+        uniform: Mapping[str, Mapping[str, float]] = {"before": copies["uniform"], "after": {}}
         rows = []
         for name, measured in (*self.layers.items(), ("mean", copies), ("uniform", uniform)):
             pairs = (
