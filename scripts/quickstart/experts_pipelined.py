@@ -9,13 +9,11 @@ The experts' intermediate size is 256, so that there is something to hide, and t
 import argparse
 import sys
 
-import numpy as np
 from one_run import FOLDER, Run, train
 from prepare_text import prepare, read_texts
 from trainings import OVER_A_NETWORK, megatron_arguments
 
-from monta_megatron.tools.bench.report import ratio_interval, ratio_of_medians
-from monta_megatron.tools.compare.comparison import in_turn, largest_difference, timed_ms
+from monta_megatron.tools.compare import interleaved, iteration_ms, largest_difference, speedup
 
 CHAIN, NUM_CHUNKS = "hierarchical_alltoall", 4
 EXPERTS = {"whole": [], "pipelined": ["--moe-monta-overlap-experts"]}
@@ -25,7 +23,7 @@ def main() -> int:
     """Train both in turn and compare times of an iteration and losses; 1 if losses differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=50, help="of each (default: 50)")
-    parser.add_argument("--pairs", type=int, default=1, help="trainings of each (default: 1)")
+    parser.add_argument("--pairs", type=int, default=3, help="trainings of each (default: 3)")
     parser.add_argument("--inter-mbit", type=float, default=200.0, help="(default: 200)")
     parser.add_argument("--ffn-hidden", type=int, default=256, help="of an expert (default: 256)")
     options = parser.parse_args()
@@ -36,7 +34,7 @@ def main() -> int:
     monta = ["--moe-token-dispatcher-type", "monta", "--moe-monta-chain", CHAIN]
     monta += ["--moe-monta-num-chunks", str(NUM_CHUNKS)]
     runs: dict[str, list[Run]] = {name: [] for name in EXPERTS}
-    for pair, name in in_turn(tuple(EXPERTS), options.pairs):
+    for pair, name in interleaved(tuple(EXPERTS), options.pairs):
         run = train(
             f"experts-{name}-{pair + 1}",
             [*monta, *EXPERTS[name]],
@@ -45,19 +43,18 @@ def main() -> int:
             options.inter_mbit,
         )
         runs[name].append(run)
-        median_ms = float(np.median(timed_ms([run.log])))
-        print(f"{name:10}{median_ms:8.0f} ms an iteration, last loss {run.losses[-1]:.6f}")
-    whole, pipelined = (
-        np.array(timed_ms([run.log for run in runs[name]])) for name in ("whole", "pipelined")
-    )
-    low, high = ratio_interval(whole, pipelined)
+        print(
+            f"{name:10}{iteration_ms(run.log):8.0f} ms an iteration, last loss {run.losses[-1]:.6f}"
+        )
+    ratio, low, high = speedup(*([run.log for run in runs[name]] for name in EXPERTS))
+    interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
     difference = largest_difference(
         [dict(enumerate(run.losses)) for run in runs["pipelined"]],
         dict(enumerate(runs["whole"][0].losses)),
     )
     assert difference is not None, "both have every iteration"
     print(
-        f"{ratio_of_medians(whole, pipelined):.2f} times as fast ({low:.2f} to {high:.2f}), "
+        f"{ratio:.2f} times as fast{interval}, "
         f"largest relative difference of a loss {difference:.1e}"
     )
     return int(not difference <= OVER_A_NETWORK.largest_difference)

@@ -30,7 +30,7 @@ from trainings import (
 from monta_megatron.common.presets import commit, machine, versions
 from monta_megatron.common.units import size_text
 from monta_megatron.emulation import emulator
-from monta_megatron.tools.compare.comparison import Compared, compare, in_turn, largest_difference
+from monta_megatron.tools.compare import Compared, compare, interleaved, largest_difference
 
 INTER_MBIT = 100.0
 MIN_ITERATIONS = 8
@@ -105,7 +105,7 @@ def summarise(
 ) -> dict[str, Any]:
     """The content of summary.json; times are compared only where there is a network."""
     monta, alltoall = first(runs, "monta"), first(runs, "alltoall")
-    rows = {row.dispatcher: row for row in compare([(run.dispatcher, run.log) for run in runs])}
+    logs = {name: [run.log for run in runs if run.dispatcher == name] for name in DISPATCHERS}
     return {
         "passed": not failed,
         "failures": failed,
@@ -124,7 +124,7 @@ def summarise(
         else {run.dispatcher: run.dispatch["network_bytes"] for run in (monta, alltoall)},
         "iteration": None
         if inter_mbit is None
-        else iteration_times(rows["monta"], rows["alltoall"]),
+        else iteration_times(*(compare(name, logs["alltoall"], logs[name]) for name in logs)),
         "model": training.model,
         "sizes": " ".join(training.sizes.split()),
         "layout": {
@@ -145,10 +145,10 @@ def summarise(
 
 
 def iteration_times(monta: Compared, alltoall: Compared) -> dict[str, Any]:
-    """Medians, and alltoall's over monta's with its 95% interval."""
+    """Medians, and alltoall's over monta's with its 95% interval over the pairs."""
     return {
-        "monta_ms": monta.median_ms,
-        "alltoall_ms": alltoall.median_ms,
+        "monta_ms": monta.iteration_ms,
+        "alltoall_ms": alltoall.iteration_ms,
         "ratio": monta.ratio,
         "ratio_low": monta.ratio_low,
         "ratio_high": monta.ratio_high,
@@ -213,7 +213,7 @@ def quickstart(
             iterations,
             inter_mbit,
         )
-        for pair, name in in_turn(tuple(DISPATCHERS), pairs)
+        for pair, name in interleaved(tuple(DISPATCHERS), pairs)
     ]
     failed = failures(runs, training, iterations)
     summary = summarise(runs, training, inter_mbit, failed)

@@ -1,9 +1,12 @@
-"""`monta compare` for real: trainings on CPU ranks, and one that fails."""
+"""`monta compare` with trainings on CPU ranks, and one that fails."""
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,52 +28,92 @@ pytestmark = [
 
 FAILING = """
 import sys
-if "alltoall" in sys.argv:
+if "monta" in sys.argv:
     raise ValueError("no such dispatcher today")
 """
 
 
-def compare(folder: Path, *words: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    """Compare a smaller quickstart: two ranks, EP 2, each on a node of its own."""
+def write_run_file(folder: Path, **changes: Any) -> None:
+    """A smaller quickstart: two ranks, EP 2, each on a node of its own."""
     data = yaml.safe_load(CONFIG.read_text())
     for name in ("model", "cluster", "script"):
         data[name] = str((CONFIG.parent / data[name]).resolve())
     data["layout"] = {"nodes": 1, "ranks_per_node": 2, "ep": 2}
     data["megatron"] |= {"moe-monta-ranks-per-node": 1, "sequence-parallel": False}
     (folder / "run.yaml").write_text(yaml.safe_dump({**data, **changes}))
+
+
+def compare(folder: Path, *words: str, **changes: Any) -> subprocess.CompletedProcess[str]:
+    write_run_file(folder, **changes)
     return subprocess.run(
         [*COMPARE, *words], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
     )
 
 
-def test_both_dispatchers_and_what_they_leave(tmp_path: Path) -> None:
-    result = compare(tmp_path, "--iterations", "3", "--json")
+SLEEPING = """
+import os, pathlib, time
+pathlib.Path(f"rank{os.environ['RANK']}").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def test_both_dispatchers_and_their_run_directories(tmp_path: Path) -> None:
+    result = compare(tmp_path, "--iterations", "3", "--pairs", "1", "--json")
     assert result.returncode == 0, result.stderr[-6000:]
     document = json.loads(result.stdout)
     rows = {row["dispatcher"]: row for row in document["rows"]}
     assert list(rows) == ["monta", "alltoall"]
     assert rows["monta"]["max_loss_difference"] == 0
     assert rows["monta"]["chain"] == "alltoall_allgather in 4 chunks"
-    assert all(row["median_ms"] > 0 and row["peak_memory_bytes"] > 0 for row in rows.values())
-    assert "CPU ranks" in document["left_out"]["flex"]
+    assert all(row["iteration_ms"] > 0 and row["peak_memory_bytes"] > 0 for row in rows.values())
+    assert list(document["left_out"]) == ["flex"]
+    # A line for every iteration while it runs.
+    for name in ("monta-1", "alltoall-1"):
+        for n in (1, 2, 3):
+            assert f"monta compare: {name}: iteration {n}: " in result.stderr
+    assert " ms, loss 5." in result.stderr
     directory = tmp_path / "runs" / "quickstart_launch-compare"
     saved = json.loads((directory / "compare.json").read_text())
     assert saved["rows"] == document["rows"] and document["exit_status"] == 0
-    for training in document["trainings"]:
+    assert [len(row["trainings_ms"]) for row in document["rows"]] == [1, 1]
+    for name in ("monta-1", "alltoall-1"):
         # Ended early, on the schedule of the whole training, and without checkpoints.
-        assert list(training["losses"]) == ["1", "2", "3"]
-        script = Path(training["directory"], "run.sh").read_text()
-        assert "--train-iters 10\n" in script and "--save " not in script
-        assert not Path(training["directory"], "checkpoints").exists()
+        script = (directory / name / "run.sh").read_text()
+        assert "--train-iters 10\n" in script and "--exit-interval 3\n" in script
+        assert "--save " not in script and not (directory / name / "checkpoints").exists()
 
 
 def test_the_training_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAILING)
     result = compare(tmp_path, script="fail.py", script_arguments={})
-    assert (result.returncode, result.stdout) == (1, "")
-    log = tmp_path / "runs" / "quickstart_launch-compare" / "alltoall-1" / "logs" / "run.log"
+    assert (result.returncode, result.stdout) == (2, "")
+    log = tmp_path / "runs" / "quickstart_launch-compare" / "monta-1" / "logs" / "run.log"
     assert result.stderr.splitlines()[-1] == (
-        "monta compare: the run with alltoall failed, with exit status 1: "
+        "monta compare: monta-1 failed, with exit status 1: "
         f"ValueError: no such dispatcher today; log: {log}"
     )
-    assert log.is_file()
+
+
+def test_a_refused_run_is_one_line(tmp_path: Path) -> None:
+    result = compare(tmp_path, "--", "--no-such-argument", "1")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "no-such-argument" in result.stderr.splitlines()[-1]
+    assert result.stderr.splitlines()[-1].startswith("monta compare: ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "sleep.py").write_text(SLEEPING)
+    write_run_file(tmp_path, script="sleep.py", script_arguments={})
+    command = [*COMPARE, "--pairs", "1"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        ranks = [tmp_path / "rank0", tmp_path / "rank1"]
+        while process.poll() is None and not all(rank.is_file() for rank in ranks):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130, error
+    assert error.splitlines()[-1] == "monta compare: interrupted"
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(rank.read_text()), 0)

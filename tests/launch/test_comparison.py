@@ -1,22 +1,19 @@
-"""What `monta compare` computes and passes on, without a training: logs, rows, arguments."""
+"""Logs, rows and arguments of `monta compare`, without a training."""
 
 import math
-from pathlib import Path
 
 import pytest
 
-from monta_megatron.common import strict_yaml
-from monta_megatron.tools.compare.comparison import (
-    arguments_for,
+from monta_megatron.tools.compare import (
     compare,
-    in_turn,
+    interleaved,
     largest_difference,
+    megatron_words,
+    speedup,
 )
 from monta_megatron.tools.launch.arguments import from_words
 from monta_megatron.tools.launch.log import RunLog, read_log
-from monta_megatron.tools.launch.run_config import RunConfig
 
-FILE = str(Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml")
 LOG = """
 monta: alltoall in 1 chunk, EP 4 x ETP 1 over 2 nodes: as asked for
 [node 1 rank 3]  iteration  1/ 9 | elapsed time per iteration (ms): 90.0 | lm loss: 5.5E+00 |
@@ -51,23 +48,31 @@ def log_of(times_ms: list[float], losses: list[float]) -> RunLog:
     )
 
 
-def test_rows_leave_out_what_warms_up() -> None:
-    monta, stock = compare(
-        [
-            ("monta", log_of([900, 900, 10, 30, 20], [4, 2, 1, 1, 1])),
-            ("alltoall", log_of([1, 1, 40, 50, 60], [4, 2, 1, 1, 0.5])),
-        ]
-    )
-    assert (monta.median_ms, stock.median_ms) == (20, 50)
-    assert (monta.ratio, stock.ratio) == (2.5, 1)
-    assert monta.ratio_low is not None and monta.ratio_high is not None
-    assert monta.ratio_low <= 2.5 <= monta.ratio_high
-    assert (monta.max_loss_difference, stock.max_loss_difference) == (0.5, 0)
+def test_rows_leave_out_the_warm_up() -> None:
+    own = log_of([900, 900, 10, 30, 20], [4, 2, 1, 1, 1])
+    row = compare("monta", [log_of([1, 1, 40, 50, 60], [4, 2, 1, 1, 0.5])], [own])
+    assert (row.iteration_ms, row.ratio) == (20, 2.5)
+    # Iterations of one training say nothing of the next one.
+    assert (row.ratio_low, row.ratio_high) == (None, None)
+    assert (row.max_loss_difference, row.peak_memory_bytes) == (0.5, None)
 
 
-def test_what_the_logs_lack_is_none() -> None:
-    monta, _ = compare([("monta", log_of([9, 9], [])), ("alltoall", log_of([9, 9, 9], [1.0]))])
-    assert (monta.median_ms, monta.ratio, monta.max_loss_difference) == (None, None, None)
+def test_the_interval_comes_from_the_pairs() -> None:
+    """Ratios of 1, 2 and 4: their logarithms have mean log 2 and deviation log 2."""
+    stock = [log_of([9, 9, 40], [])] * 3
+    own = [log_of([9, 9, ms], []) for ms in (40, 20, 10)]
+    ratio, low, high = speedup(stock, own)
+    margin = 4.303 * math.log(2) / math.sqrt(3)
+    assert ratio == pytest.approx(2)
+    assert (low, high) == pytest.approx((2 / math.exp(margin), 2 * math.exp(margin)))
+    # A training that is slower throughout, by chance, does not make the interval narrow.
+    assert low is not None and low < 1 < 4 < (high or 0)
+    assert speedup(stock, stock) == (1, 1, 1)
+
+
+def test_a_log_without_losses_has_no_difference() -> None:
+    stock = log_of([9, 9, 9], [1.0])
+    assert compare("monta", [stock], [log_of([9, 9, 9], [])]).max_loss_difference is None
 
 
 def test_a_loss_that_is_no_number_is_no_difference_of_0() -> None:
@@ -77,33 +82,33 @@ def test_a_loss_that_is_no_number_is_no_difference_of_0() -> None:
 
 def test_each_dispatcher_is_first_in_turn() -> None:
     order = [(0, "monta"), (0, "alltoall"), (1, "alltoall"), (1, "monta")]
-    assert list(in_turn(("monta", "alltoall"), 2)) == order
+    assert list(interleaved(("monta", "alltoall"), 2)) == order
 
 
 @pytest.mark.parametrize("dispatcher", ["monta", "alltoall"])
 def test_arguments_of_a_training(dispatcher: str) -> None:
-    config = strict_yaml.load(RunConfig, FILE)
-    words = ["--moe-monta-num-chunks", "2", "--lr", "1", "--save", "there", "--async-save"]
-    values = arguments_for(config, from_words(words), dispatcher, iterations=20)
-    expected = {
-        **{"lr": "1", "moe-token-dispatcher-type": dispatcher, "log-interval": 1},
-        # The file trains for 10 iterations, and both reads and writes checkpoints.
-        **{"exit-interval": 20, "train-iters": 20, "save": False, "load": False},
-    }
-    # Those of ours are left out for another dispatcher later.
-    of_monta = {"moe-monta-tune-steps": 0} if dispatcher == "monta" else {}
-    assert values == expected | {"moe-monta-num-chunks": "2"} | of_monta
+    given = [
+        "--lr",
+        "1",
+        "--save",
+        "there",
+        "--async-save",
+        "--moe-monta-num-chunks",
+        "2",
+        "--log-interval=5",
+    ]
+    words = megatron_words(given, {"load", "lr"}, dispatcher, 20)
+    ours = ["--moe-monta-tune-steps 0", "--lr 1", "--moe-monta-num-chunks 2"]
+    assert " ".join(words) == " ".join(
+        [
+            *(ours if dispatcher == "monta" else ["--lr 1"]),
+            # The last one of a name counts.
+            f"--log-interval=5 --moe-token-dispatcher-type {dispatcher} --log-interval 1",
+            "--exit-interval 20 --load false",
+        ]
+    )
 
 
 def test_a_tuning_that_is_asked_for_stays() -> None:
-    config = strict_yaml.load(RunConfig, FILE)
-    words = from_words(["--moe-monta-tune-steps", "5"])
-    values = arguments_for(config, words, "monta", iterations=20)
-    assert values["moe-monta-tune-steps"] == "5"
-
-
-def test_a_long_training_keeps_its_schedule() -> None:
-    config = strict_yaml.load(RunConfig, FILE)
-    words = from_words(["--train-iters", "1000"])
-    values = arguments_for(config, words, "monta", iterations=20)
-    assert (values["train-iters"], values["exit-interval"]) == ("1000", 20)
+    arguments = from_words(megatron_words(["--moe-monta-tune-steps", "6"], (), "monta", 20))
+    assert "6" in str(arguments["moe-monta-tune-steps"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from forked_ranks import ForkedRanks
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -167,6 +168,18 @@ def test_training_settings(
         assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
 
 
+CLUSTER = Path(__file__).parents[2] / "configs" / "clusters" / "a800_2x8_ib200.yaml"
+# The sizes of MODEL, as a model file has them.
+ROUTER = {
+    "num-layers": 2,
+    "hidden-size": 32,
+    "num-attention-heads": 4,
+    "ffn-hidden-size": 64,
+    "seq-length": 32,
+    "num-experts": 4,
+    "moe-router-topk": 2,
+    "micro-batch-size": 2,
+}
 # Layers in one tensor, an optimizer by parameter; layers apart, a distributed optimizer that can be
 # sharded anew.
 PLACED = {
@@ -188,7 +201,7 @@ def test_a_training_goes_on_with_placed_experts(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Experts change ranks between two iterations, which changes the order of fp32 sums alone."""
+    """Traced, placed, applied and undone: the order of fp32 sums alone changes, and comes back."""
     saved, placed, undone = (tmp_path / folder for folder in ("saved", "placed", "undone"))
     settings = f"""{PLACED[name]} {BITWISE} --num-layers 2 --expert-model-parallel-size 2
         --global-batch-size 8 --eval-iters 0 --ckpt-format torch_dist --no-save-rng --no-load-rng"""
@@ -198,35 +211,46 @@ def test_a_training_goes_on_with_placed_experts(
         record = train(ranks, "monta", f"{settings} {more}", data_prefix, tmp_path / run)
         return [entry["loss"] for entry in record if "loss" in entry]
 
-    losses_of("first", f"--save {saved} --save-interval 2 --exit-interval 2")
+    # Step 1: train two iterations with a trace, and place.
+    trace, placement = tmp_path / "trace", tmp_path / "placement.json"
+    losses_of(
+        "first",
+        f"--save {saved} --save-interval 2 --exit-interval 2 --moe-routing-trace-path {trace}",
+    )
+    model = {**ROUTER, "moe-layer-freq": "([0,1])" if name == "layers_apart" else 1}
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(model))
+    words = ["place", "--model", f"{tmp_path}/model.yaml", "--cluster", str(CLUSTER), "--ep", "2"]
+    assert main([*words, "--trace", str(trace), "--out", str(placement), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     layers = ["1"] if name == "layers_apart" else ["0", "1"]
-    document: dict[str, object] = {"model": "toy", "num_experts": 4}
-    document["placement"] = {layer: [3, 0, 2, 1] for layer in layers}
-    (tmp_path / "placement.json").write_text(json.dumps(document))
-    apply = ["place", "--placement", f"{tmp_path}/placement.json", "--apply"]
+    assert list(report["placement"]) == layers and report["refused"] is None
+    copies = report["copies_per_token"]
+    assert copies["after"]["rank"] < copies["before"]["rank"] <= 2
+
+    # Step 2: applied, then undone: tensors and objects of the checkpoint, bit for bit.
+    apply = ["place", "--placement", str(placement), "--apply"]
     assert main([*apply, str(saved), "--out", str(placed)]) == 0
-    # Applied and undone: the tensors and the objects of the checkpoint, bit for bit.
     assert main([*apply, str(placed), "--undo", "--out", str(undone)]) == 0
     before, after, back = map(stored, (saved, placed, undone))
     moved = [key for key in before if before[key] != after[key]]
     assert moved and all("mlp.router" in key or "mlp.experts" in key for key in moved)
     assert before == back
-    assert main([*apply, str(undone), "--replace"]) == 0
-    assert stored(undone) == after
+    assert main([*apply, str(undone), "--out", f"{tmp_path}/again"]) == 0
+    assert stored(tmp_path / "again") == after
     # What is there is kept; and a placement of another model moves nothing.
     assert main([*apply, str(saved), "--out", str(placed)]) == 2
     content = sorted(tmp_path.rglob("*"))
-    for layer, experts, says in (("0", 8, "must be the 8 of the placement"), ("2", 4, "layer 2")):
-        document |= {"num_experts": experts, "placement": {layer: list(range(experts))}}
-        (tmp_path / "placement.json").write_text(json.dumps(document))
+    for layer, experts, says in (("0", 8, "of the 8 experts of toy"), ("2", 4, "layer 2")):
+        other = {"model": "toy", "num_experts": experts, "placement": {layer: [*range(experts)]}}
+        placement.write_text(json.dumps(other))
         capsys.readouterr()
-        assert main([*apply, str(saved), "--replace"]) == 2
+        assert main([*apply, str(saved), "--out", f"{tmp_path}/other"]) == 2
         assert says in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == content
-    if name == "layers_together":
-        went_on = losses_of("went_on", f"--load {saved}")
-        with_placed = losses_of("with_placed", f"--load {placed}")
-        assert len(went_on) == len(with_placed) == 2
-        assert with_placed == pytest.approx(went_on, rel=1e-6)
+
+    # Step 3: train on.
+    went_on = losses_of("went_on", f"--load {saved}")
+    assert losses_of("with_placed", f"--load {placed}") == pytest.approx(went_on, rel=1e-6)
+    assert losses_of("with_undone", f"--load {undone}") == went_on and len(went_on) == 2
 
 
 def stored(checkpoint: Path) -> dict[str, bytes]:

@@ -64,7 +64,7 @@ CASES = [
     ("place", ["--trace", "--apply", "required"]),
     (f"place --trace {CONFIGS}", ["--model", "must be with --trace"]),
     (f"place --trace {CONFIGS} --apply {CONFIGS}", ["--apply", "not allowed with", "--trace"]),
-    (f"place --apply {CONFIGS} --placement {MODEL} --replace", ["mixtral", "is no JSON"]),
+    (f"place --apply {CONFIGS} --placement {MODEL} --out o", ["mixtral", "is no JSON"]),
     ("calibrate", ["--out", "not given"]),
     ("calibrate --out nowhere/c.yaml", ["--out", "nowhere/c.yaml", "folder that exists"]),
     (f"{CALIBRATE} --budget-seconds nan", ["--budget-seconds", "'nan'", "> 0"]),
@@ -82,7 +82,7 @@ CASES = [
     ("compare", ["--config: not given", "must be a file"]),
     (f"compare --config {RUN} --iterations 2", ["--iterations", "2", ">= 3"]),
     (f"compare --config {RUN} --pairs 0", ["--pairs", "0", ">= 1"]),
-    (f"compare --config {RUN} --start sbatch", ["--start", "'sbatch'", "srun"]),
+    (f"compare --config {RUN} --start srun", ["unrecognized", "--start"]),
     (
         f"compare --config {RUN} -- --moe-token-dispatcher-type flex",
         ["--moe-token-dispatcher-type", "must be left out"],
@@ -92,6 +92,7 @@ CASES = [
     (f"timeline --model {MODEL}", ["--cluster", "not given"]),
     (f"timeline --model {MODEL} --cluster {CLUSTER} --max-ranks 0", ["--max-ranks", "'0'"]),
     ("doctor --fix", ["unrecognized", "--fix"]),
+    ("place --apply . --placement p.json --ep 8", ["--out: not given, must be with --apply"]),
 ]
 
 IMPORTED_ONCE = (

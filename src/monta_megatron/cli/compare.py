@@ -2,23 +2,22 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from monta_megatron.cli.launch import add_run_file, add_start, run_file
+from monta_megatron.cli.launch import add_run_file, run_file
 from monta_megatron.cli.parser import add_json
 from monta_megatron.common.flags import whole
-from monta_megatron.common.tables import print_json, print_report, tell
+from monta_megatron.common.tables import print_report, tell
 
 EXAMPLE = """\
 Arguments after -- go to Megatron in all trainings, as for `monta launch`;
 --moe-monta-... to monta alone.
 
 examples:
-  monta compare --config configs/runs/quickstart.yaml
-  monta compare --config run.yaml --iterations 30 --pairs 3 -- --num-layers 4
+  monta compare --config run.yaml
+  monta compare --config qwen3_30b_a3b --iterations 30 --pairs 5 -- --num-layers 4
 """
-
-STARTS = {"torchrun": "here, on one node", "srun": "steps of Slurm"}
 
 
 def add_parser(commands: Any) -> None:
@@ -26,13 +25,13 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         usage="monta compare [-h] [--config] FILE [--iterations N] [--pairs N]\n"
-        "                     [--start HOW] [--run-directory DIR] [--force]\n"
-        "                     [--json] [-- MEGATRON ARGUMENTS]",
+        "                     [--run-directory DIR] [--force] [--json]\n"
+        "                     [-- MEGATRON ARGUMENTS]",
         help="train with monta, alltoall and flex, and compare",
         description="Train some iterations of a run file with monta and with Megatron's alltoall "
-        "(and with flex where what its backend needs is installed), from the same seed and without "
-        "checkpoints; one table: time of an iteration, ratio, losses, memory. The exit status is "
-        "that of the first training to fail.",
+        "(and with flex where a backend of it is installed), in turn, from the same seed and "
+        "without checkpoints, under torchrun, or srun on several nodes; one table: time of an "
+        "iteration, ratio with its interval over the pairs, losses, memory.",
         epilog=EXAMPLE,
     )
     add_run_file(parser)
@@ -47,52 +46,31 @@ def add_parser(commands: Any) -> None:
         "--pairs",
         metavar="N",
         type=whole(1),
-        default=1,
-        help="trainings of each dispatcher, in turn (default: %(default)s)",
+        default=3,
+        help="trainings of each dispatcher; a single one has no interval (default: %(default)s)",
     )
-    add_start(parser, STARTS, several_nodes="srun", directory="runs/NAME-compare")
+    parser.add_argument(
+        "--run-directory",
+        metavar="DIR",
+        type=Path,
+        help="new or empty (default: runs/NAME-compare, or runs/NAME-compare-2 and so on)",
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prepare and run all trainings, print the table; returns the exit status."""
-    from monta_megatron.common.ranks import why_ended
-    from monta_megatron.tools.compare.comparison import (
-        ComparisonReport,
-        TrainingFailed,
-        prepare_trainings,
-        train_all,
-    )
+    """Run all trainings and print the table; returns the exit status."""
+    from monta_megatron.tools.compare import run_trainings
 
-    say = partial(tell, "compare")
-    trainings = prepare_trainings(
+    report = run_trainings(
         run_file(parsed),
         parsed.megatron,
         iterations=parsed.iterations,
         pairs=parsed.pairs,
-        start=parsed.start,
         directory=parsed.run_directory,
         force=parsed.force,
+        tell=partial(tell, "compare"),
     )
-    for name, reason in trainings.left_out.items():
-        say(f"{name} is left out: {reason}")
-    total = len(trainings.in_order)
-    say(f"{total} trainings of {parsed.iterations} iterations; logs in {trainings.directory}")
-    logs = []
-    try:
-        for training, log in train_all(trainings):
-            logs.append((training, log))
-            say(f"{len(logs)} of {total}: {training.dispatcher} has ended")
-    except TrainingFailed as failed:
-        training, status = failed.training, failed.status
-        why = why_ended(status, training.log)
-        say(f"the run with {training.dispatcher} failed, {why}; log: {training.log}")
-        if parsed.json:
-            failed_run = {"failed": training.dispatcher, "why": why, "log": str(training.log)}
-            print_json({**failed_run, "exit_status": status})
-        return status
-    report = ComparisonReport(trainings=trainings, iterations=parsed.iterations, logs=logs)
-    report.save()
     print_report(report, parsed.json)
     return 0

@@ -47,6 +47,7 @@ def write_layers(folder: Path, layers: dict[int, NDArray[np.bool_]], rank: int =
                 "block": "decoder",
                 "layer": layer,
                 "rank": rank,
+                "num_tokens": len(rows),
                 "topk": int(rows[0].sum()),
                 "top_indices": np.nonzero(rows)[1].reshape(len(rows), -1).tolist(),
             }

@@ -1,4 +1,4 @@
-"""Megatron's router traces: what is read of them, layer by layer."""
+"""Megatron's router traces: tokens read, layer by layer, and lines that are refused."""
 
 import json
 from dataclasses import replace
@@ -11,106 +11,103 @@ from numpy.typing import NDArray
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.place import trace
-from monta_megatron.tools.place.trace import read_layers, read_trace
+from monta_megatron.tools.place.trace import read_trace
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
 def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> None:
     lines = [json.dumps({"step": 0, "rank": rank, **record}) for record in records]
-    (folder / f"router_trace_rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / f"router_trace_rank{rank}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture
-def model() -> Model:
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """Top-1 of 4 experts in 2 layers."""
+    monkeypatch.setattr(trace, "LEAST_CHOICES", 1)
     model = load_model(CONFIGS / "models" / "quickstart.yaml")
     return replace(model, num_experts=4, moe_router_topk=1, num_layers=2, moe_layers=(True, True))
 
 
-def experts_of(rows: NDArray[np.bool_]) -> list[int]:
-    """[N] the one expert of each token."""
-    return rows.argmax(axis=1).tolist()
+def experts_of(rows: tuple[NDArray[np.bool_], NDArray[np.bool_]]) -> tuple[list[int], list[int]]:
+    """The one expert of each training and of each held-out token."""
+    training, held_out = (part.argmax(axis=1).tolist() for part in rows)
+    return training, held_out
 
 
-def top1(layer: int, *experts: int) -> dict[str, object]:
-    return {"layer": layer, "top_indices": [[expert] for expert in experts]}
+def top1(layer: int, *experts: int, block: str = "decoder") -> dict[str, object]:
+    indices = [[expert] for expert in experts]
+    return {"block": block, "layer": layer, "num_tokens": len(indices), "top_indices": indices}
 
 
-def test_the_rows_of_a_layer_follow_each_other(tmp_path: Path, model: Model) -> None:
-    """Two ranks, two layers, two steps; the layers are counted from 1."""
-    write_trace(tmp_path, 0, [top1(1, 0, 1), top1(2, 2, 3), top1(1, 0, 0), top1(2, 3, 3)])
-    write_trace(tmp_path, 1, [top1(1, 2, 2), top1(2, 1, 1), top1(1, 1, 1), top1(2, 0, 0)])
-    read = read_trace(str(tmp_path), model, 1, 8)
-    layers = trace.traced_layers(str(tmp_path), read, model, 1)
-    assert {layer: list(map(experts_of, rows)) for layer, rows in layers.items()} == {
-        0: [[0, 1, 0, 0], [2, 2, 1, 1]],
-        1: [[2, 3, 3, 3], [1, 1, 0, 0]],
+def test_the_last_tokens_of_every_rank_are_held_out(tmp_path: Path, model: Model) -> None:
+    """Two ranks, two layers, two steps; layers of multi-token prediction are left out."""
+    mtp = top1(0, 3, 3, block="mtp")
+    write_trace(tmp_path, 0, [top1(0, 0, 1), top1(1, 2, 3), mtp, top1(0, 0, 0), top1(1, 3, 3)])
+    write_trace(tmp_path, 1, [top1(0, 2, 2), top1(1, 1, 1), mtp, top1(0, 1, 1), top1(1, 0, 0)])
+    layers = read_trace(tmp_path, model, 1)
+    assert {layer: experts_of(rows) for layer, rows in layers.items()} == {
+        0: ([0, 1, 0, 2, 2, 1], [0, 1]),
+        1: ([2, 3, 3, 1, 1, 0], [3, 0]),
     }
 
 
-def test_the_last_tokens_of_every_rank_are_held_out(
+def test_every_stage_counts_its_layers_from_0(tmp_path: Path, model: Model) -> None:
+    for rank, expert in ((0, 1), (1, 1), (2, 3), (3, 3)):
+        write_trace(tmp_path, rank, [top1(0, *[expert] * 4)])
+    layers = read_trace(tmp_path, model, 2)
+    assert {layer: experts_of(rows) for layer, rows in layers.items()} == {
+        0: ([1] * 6, [1] * 2),
+        1: ([3] * 6, [3] * 2),
+    }
+    # The first stage has no experts, and its ranks write nothing.
+    for rank in (0, 1):
+        write_trace(tmp_path, rank, [])
+    layers = read_trace(tmp_path, replace(model, moe_layers=(False, True)), 2)
+    assert list(layers) == [1]
+    with pytest.raises(ValueError, match=r"rank0.*got layers \[\], must be \[0, 1\].*--pp 1"):
+        read_trace(tmp_path, model, 1)
+
+
+def test_the_rest_of_a_long_trace_is_not_read(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace, "LEAST_CHOICES", 1)
+    """Three tokens of a layer from each of two files; then a line that would be refused."""
+    monkeypatch.setattr(trace, "MOST_TOKENS", 6)
+    monkeypatch.setattr(trace, "LEAST_CHOICES", 0.5)
+    records = [top1(0, 0, 1), top1(1, 2, 2)]
     for rank in (0, 1):
-        write_trace(tmp_path, rank, [top1(layer, 0, 1, 2, rank) for layer in (1, 2)])
-    training, held_out = read_layers(str(tmp_path), model, 1)[1]
-    assert (experts_of(training), experts_of(held_out)) == ([0, 1, 2] * 2, [0, 1])
-    monkeypatch.setattr(trace, "LEAST_CHOICES", 2)
-    rule = "layer 0: got 8 tokens, must be at least 16 for top-1 of 4 experts"
-    with pytest.raises(ValueError, match=rule):
-        read_layers(str(tmp_path), model, 1)
-
-
-def test_the_rest_of_a_long_trace_is_not_read(tmp_path: Path, model: Model) -> None:
-    """Three tokens of a layer from each of two files; every layer has them."""
+        write_trace(tmp_path, rank, [*records * 2, {"layer": 1}])
+    with pytest.raises(ValueError, match="line 5: must be a record of Megatron's router trace"):
+        read_trace(tmp_path, model, 1)
     for rank in (0, 1):
-        write_trace(tmp_path, rank, [top1(1, 0, 1), top1(2, 2, 2)] * 2 + [{"layer": 1}])
-    # No line behind the last needed one is looked at.
-    with pytest.raises(ValueError, match=r"line 5: is no record of the tracer \(KeyError"):
-        read_trace(str(tmp_path), model, 1, 10)
-    for rank in (0, 1):
-        write_trace(tmp_path, rank, [top1(1, 0, 1), top1(2, 2, 2)] * 3 + [{"layer": 1}])
-    read = read_trace(str(tmp_path), model, 1, 6)
-    assert [[experts_of(rows) for rows in read[rank].values()] for rank in (0, 1)] == [
-        [[0, 1, 0], [2, 2, 2]]
-    ] * 2
+        write_trace(tmp_path, rank, [*records * 3, {"layer": 1}])
+    training, held_out = read_trace(tmp_path, model, 1)[0]
+    assert (len(training), len(held_out)) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    ("target", "reason"), [("nowhere", "No such file or directory"), (".", "Is a directory")]
-)
-def test_a_file_that_cannot_be_read_is_one_line(
-    tmp_path: Path, model: Model, target: str, reason: str
-) -> None:
-    path = tmp_path / "router_trace_rank0.jsonl"
-    path.symlink_to(target)
-    with pytest.raises(ValueError) as error:
-        read_trace(str(tmp_path), model, 1, 8)
-    assert str(error.value) == f"{path}: cannot be read: {reason}; must be a file of the tracer"
-
-
-RECORD = '{"layer": 2, "hs_shape": [1, 64], "top_indices": [[0]]}'
+def test_a_line_that_was_cut_short_ends_the_trace(tmp_path: Path, model: Model) -> None:
+    write_trace(tmp_path, 0, [top1(layer, *[0] * 8) for layer in (0, 1)])
+    with (tmp_path / "router_trace_rank0.jsonl").open("a") as file:
+        file.write('{"block": "decoder", "la')
+    training, held_out = read_trace(tmp_path, model, 1)[1]
+    assert (len(training), len(held_out)) == (6, 2)
 
 
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
-        ("not json", "line 1: is no record of the tracer"),
-        ('{"layer": 1}', "line 1: is no record of the tracer (KeyError: 'top_indices')"),
-        ('{"top_indices": [[9]]}', "line 1: top_indices: must be a list of experts from 0 to 3"),
-        ('{"top_indices": [0, 1]}', "line 1: top_indices: must be a list"),
-        ('{"top_indices": [[0, 1]]}', "line 1: topk: got 2, must be 1, moe_router_topk of"),
-        (RECORD.replace("2,", "3,"), "line 1: layer: got 3, must be at most 2, num_layers of"),
-        (RECORD.replace("64", "32"), "line 1: hs_shape: got 32, must be 64, hidden_size of"),
-        ('{"top_indices": []}', "got 0 layers with experts"),
-        (RECORD, "got 1 layers with experts, must be the 2 of"),
+        ("not json", "line 1: must be a record of Megatron's router trace, top-1 of 4 experts"),
+        (json.dumps(top1(0, 9)), "line 1: must be a record"),
+        (json.dumps(top1(0, 0) | {"top_indices": [[0, 1]]}), "line 1: must be a record"),
+        (json.dumps(top1(0)), "got layers [0], must be [0, 1]"),
+        (json.dumps(top1(2, 0)), "got layers [2], must be [0, 1]"),
+        (json.dumps(top1(0, 0)) + "\n" + json.dumps(top1(1, 0)), "got 1 tokens of a layer"),
     ],
 )
 def test_a_bad_trace_is_one_line(tmp_path: Path, model: Model, line: str, rule: str) -> None:
     (tmp_path / "router_trace_rank0.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError) as error:
-        read_layers(str(tmp_path), model, 1)
+        read_trace(tmp_path, model, 1)
     assert str(tmp_path) in str(error.value) and rule in str(error.value)
     assert "\n" not in str(error.value)

@@ -1,1 +1,0 @@
-"""`monta compare`: the same training with several dispatchers, side by side."""
