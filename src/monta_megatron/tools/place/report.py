@@ -11,7 +11,7 @@ from monta_megatron.common.files import write_whole
 from monta_megatron.common.tables import Progress, table
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout, exchanges, uniform_routing
+from monta_megatron.planner.layout import ParallelLayout, exchange_of, uniform_routing
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.model import Model
 from monta_megatron.tools.place.placement import (
@@ -170,7 +170,7 @@ def _num_nodes(model: Model, cluster: Cluster, ep: int, etp: int) -> int:
             f"{cluster.name}"
         )
     layout = ParallelLayout(world_size=ep * etp, ep=ep, etp=etp)
-    (exchange, *_) = exchanges(layout, model.num_experts, cluster.ranks_per_node)
+    exchange = exchange_of(layout, model.num_experts, cluster.ranks_per_node)
     problem = layout.incompatibility(model) or exchange.uneven_nodes()
     groups = model.moe_router_num_groups or 1
     for parts in (ep, exchange.num_nodes):
