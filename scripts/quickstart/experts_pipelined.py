@@ -14,8 +14,8 @@ from one_run import FOLDER, Run, train
 from prepare_text import prepare, read_texts
 from trainings import OVER_A_NETWORK, megatron_arguments
 
-from monta_megatron.tools.bench.report import ratio_interval, ratio_of_medians
 from monta_megatron.tools.compare.comparison import in_turn, largest_difference, timed_ms
+from monta_megatron.tools.ratios import ratio_interval, ratio_of_medians
 
 CHAIN, NUM_CHUNKS = "hierarchical_alltoall", 4
 EXPERTS = {"whole": [], "pipelined": ["--moe-monta-overlap-experts"]}

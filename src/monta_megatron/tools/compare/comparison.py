@@ -18,7 +18,6 @@ from monta_megatron.common.presets import commit, machine, versions
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import size_text
 from monta_megatron.integration.options import DISPATCHER_TYPE
-from monta_megatron.tools.bench.report import ratio_interval, ratio_of_medians
 from monta_megatron.tools.launch.arguments import (
     DISPATCHER,
     MONTA_PREFIX,
@@ -39,6 +38,7 @@ from monta_megatron.tools.launch.start import (
     start_command,
     write,
 )
+from monta_megatron.tools.ratios import ratio_interval, ratio_of_medians
 
 FLEX = "flex"
 BACKEND = "moe-flex-dispatcher-backend"
