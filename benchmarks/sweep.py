@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from monta_megatron.tools.bench.candidates import Bench
 
 # The others are of the whole launch.
-POINT_FLAGS = FLAGS.keys() - {"ranks-per-node", "cluster", "transport"}
+POINT_FLAGS = FLAGS.keys() - {"ranks-per-node", "cluster"}
 FILES = (
     ("sweep", "FILE", "many points in one launch: YAML, see docs/results.md"),
     ("out", "FILE", "add each finished point as a line of JSON; what is there is not run again"),

@@ -136,9 +136,7 @@ def test_messages_through_the_host_give_the_same_bits(ranks: ForkedRanks, layout
     result = ranks.run(script, *f"{SMALL} {layout} --num-chunks 1,3 --repeats 1".split(), "--json")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    assert report["meta"]["settings"]["transport"] == "gloo"
     assert set(CHAINS) - set(report["meta"]["skipped"]) <= {row["chain"] for row in report["rows"]}
-    assert result.stderr.count("proves no order of streams") == 1
     assert "copied: all_gather" in result.stderr and "all_to_all_single" in result.stderr
 
 

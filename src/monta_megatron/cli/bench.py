@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from monta_megatron.cli.parser import add_json, only_the_report
 from monta_megatron.common.first_rank import is_first_rank
-from monta_megatron.common.tables import Progress, print_report, tell
+from monta_megatron.common.tables import Progress, print_report
 from monta_megatron.tools.bench.settings import FLAGS, Flag, Settings, parse_settings
 
 if TYPE_CHECKING:
@@ -25,11 +25,6 @@ examples, on 4 CPU ranks that stand for 2 nodes:
       --hidden 1024 --tokens 512 --json
 many points and their tables: benchmarks/sweep.py in the repository
 """
-
-THROUGH_HOST = (
-    "messages go through the host by Gloo: this checks bits, packing and autograd, proves no order "
-    "of streams, and its times say nothing of NCCL"
-)
 
 
 def add_parser(commands: Any) -> None:
@@ -49,7 +44,7 @@ def add_flags(parser: Any, flags: Mapping[str, Flag]) -> None:
     """Add flags to a parser, or to a group of one; their values stay texts."""
     for name, flag in flags.items():
         default = "" if flag.default is None else f" (default: {flag.default})"
-        parser.add_argument(f"--{name}", metavar=flag.metavar, help=flag.help + default)
+        parser.add_argument(f"--{name}", help=flag.help + default)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,16 +109,10 @@ def measured(settings: Settings, measure: "Callable[[Cluster | None, Progress], 
     this_rank = find_this_rank("bench")
     is_first = this_rank.rank == 0
     cluster = None if settings.cluster is None else load_cluster(settings.cluster)
-    if settings.transport == "gloo":
-        from monta_megatron.emulation.gloo_collectives import install_for_device
-
-        install_for_device()
-        if is_first:
-            tell("bench", THROUGH_HOST)
     with only_the_report():
         from monta_megatron.tools.bench.point import MismatchError
 
-        join(this_rank.local_rank, settings.transport)
+        join(this_rank.local_rank)
         try:
             return measure(cluster, Progress("bench" if is_first else None))
         except MismatchError as error:

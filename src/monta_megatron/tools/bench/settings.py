@@ -31,13 +31,11 @@ class Flag(NamedTuple):
 
     Attributes:
         read: makes the value from a text, as an argparse type does.
-        metavar: placeholder of the value in the help.
         help: its text.
         default: the text that is read if none is given; None where it depends on something else.
     """
 
     read: Callable[[str], Any]
-    metavar: str
     help: str
     default: str | None = None
 
@@ -66,62 +64,54 @@ class Settings:
         overlap_experts: include layers with their experts in the pipeline.
         skip_incompatible: leave out a chain that cannot run on this layout, and report it: where
             the chains were not asked for by name.
-        world_size: ranks of the launch.
     """
 
-    experts: int = _setting(whole(1), "N", "experts of the layer")
-    top_k: int = _setting(whole(1), "N", "experts of each token")
-    hidden: int = _setting(whole(1), "N", "hidden size")
-    tokens: int = _setting(num_tokens(1), "N", "tokens of each rank")
-    dtype: str = _setting(_dtype, "NAME", "fp32, bf16 or fp16", "fp32")
-    tp: int = _setting(whole(1), "N", "tensor parallel size", "1")
-    ep: int = _setting(whole(1), "N", "expert parallel size (default: all ranks over --etp)")
-    etp: int = _setting(whole(1), "N", "expert tensor parallel size (default: --tp)")
-    routing: str = _setting(name_of(lambda: ROUTINGS), "NAME", " or ".join(ROUTINGS), "uniform")
+    experts: int = _setting(whole(1), "experts of the layer")
+    top_k: int = _setting(whole(1), "experts of each token")
+    hidden: int = _setting(whole(1), "hidden size")
+    tokens: int = _setting(num_tokens(1), "tokens of each rank")
+    dtype: str = _setting(_dtype, "fp32, bf16 or fp16", "fp32")
+    tp: int = _setting(whole(1), "tensor parallel size", "1")
+    ep: int = _setting(whole(1), "expert parallel size (default: all ranks over --etp)")
+    etp: int = _setting(whole(1), "expert tensor parallel size (default: --tp)")
+    routing: str = _setting(name_of(lambda: ROUTINGS), " or ".join(ROUTINGS), "uniform")
     chains: tuple[str, ...] = _setting(
         listed(name_of(_chains)),
-        "LIST",
         "chains, auto (the planner's pick), or all that can run",
         ALL_CHAINS,
     )
     num_chunks: tuple[int, ...] = _setting(
-        listed(whole(1)), "LIST", "chunks of each pipelined chain", "1,4"
+        listed(whole(1)), "chunks of each pipelined chain", "1,4"
     )
     stock: tuple[str, ...] = _setting(
-        listed(name_of(lambda: STOCK)), "LIST", "Megatron's dispatchers", ",".join(STOCK)
+        listed(name_of(lambda: STOCK)), "Megatron's dispatchers", ",".join(STOCK)
     )
     phase: tuple[Phase, ...] = _setting(
-        listed(name_of(lambda: PHASES)), "LIST", ", ".join(PHASES), "forward_backward"
+        listed(name_of(lambda: PHASES)), "phases: " + ", ".join(PHASES), "forward_backward"
     )
     ffn_hidden: int = _setting(
-        whole(1), "N", "experts' intermediate size, for --layer (default: --hidden)"
+        whole(1), "experts' intermediate size, for --layer (default: --hidden)"
     )
     expert_ms: float | None = _setting(
         positive,
-        "X",
-        "instead of experts, for --layer on CPU ranks: a timer that takes X ms for the rows of a "
-        "rank, forward and again backward, and no processor",
+        "instead of experts, for --layer on CPU ranks: a timer that takes so many ms for the rows "
+        "of a rank, forward and again backward, and no processor",
     )
-    repeats: int = _setting(whole(1), "N", "timed runs of each", "5")
-    warmup: int = _setting(whole(0), "N", "untimed runs of each before that", "1")
+    repeats: int = _setting(whole(1), "timed runs of each", "5")
+    warmup: int = _setting(whole(0), "untimed runs of each before that", "1")
     tune_steps: int = _setting(
-        whole(0), "N", "iterations in which auto tries its candidates before it is timed", "0"
+        whole(0), "iterations in which auto tries its candidates before it is timed", "0"
     )
-    seed: int = _setting(whole(0), "N", "of the data", "1")
+    seed: int = _setting(whole(0), "of the data", "1")
     ranks_per_node: int | None = _setting(
-        whole(1), "N", "ranks joined by the node link (default: as launched)"
+        whole(1), "ranks joined by the node link (default: as launched)"
     )
-    cluster: str | None = _setting(str, "FILE", "costs by which the planner predicts and chooses")
-    transport: str = _setting(
-        name_of(lambda: ("nccl", "gloo")),
-        "NAME",
-        "nccl, or gloo: through the host, so that ranks can share a GPU",
-        "nccl",
+    cluster: str | None = _setting(
+        str, "file of the costs by which the planner predicts and chooses"
     )
     layer: bool
     overlap_experts: bool
     skip_incompatible: bool
-    world_size: int
 
     @property
     def pipelines(self) -> list[tuple[str, int | None, bool]]:
@@ -179,25 +169,28 @@ def parse_settings(texts: Mapping[str, Any], world_size: int) -> Settings:
     are_all = ALL_CHAINS in given["chains"]
     if are_all:
         given["chains"] = tuple(name for name in _chains() if name != ALL_CHAINS)
-    settings = Settings(**given, skip_incompatible=are_all, world_size=world_size)
-    for key, holds, rule in _rules(settings):
+    settings = Settings(**given, skip_incompatible=are_all)
+    for key, holds, rule in _rules(settings, world_size):
         if not holds:
             name = key.replace("_", "-")
             raise ValueError(f"--{name}: got {getattr(settings, key)}, must {rule}")
     return settings
 
 
-def _rules(settings: Settings) -> list[tuple[str, bool, str]]:
+def _rules(settings: Settings, world_size: int) -> list[tuple[str, bool, str]]:
     """The rules between flags: a setting's name, whether its rule holds, the rule."""
     ep, etp, tp, experts = settings.ep, settings.etp, settings.tp, settings.experts
-    size, layer = settings.world_size, settings.layer
-    ranks = f"the {size} ranks of this launch"
+    layer, ranks = settings.layer, f"the {world_size} ranks of this launch"
     has_auto = any(num_chunks is None for _, num_chunks, _ in settings.pipelines)
     has_inside = layer and any(inside for *_, inside in settings.pipelines)
     inside = "come with --layer, and with auto or a chain of tokens in more than one chunk"
     return [
-        ("tp", size % tp == 0, f"be a divisor of {ranks}"),
-        ("ep", size % (ep * etp) == 0, f"be such that ep x etp ({ep} x {etp}) divides {ranks}"),
+        ("tp", world_size % tp == 0, f"be a divisor of {ranks}"),
+        (
+            "ep",
+            world_size % (ep * etp) == 0,
+            f"be such that ep x etp ({ep} x {etp}) divides {ranks}",
+        ),
         ("experts", experts % ep == 0, f"be a multiple of --ep ({ep})"),
         ("top_k", settings.top_k <= experts, f"be at most --experts ({experts})"),
         ("hidden", settings.hidden % tp == 0, f"be a multiple of --tp ({tp})"),
