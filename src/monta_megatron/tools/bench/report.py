@@ -10,8 +10,8 @@ COLUMNS = (
     "chain x chunks",
     ">ms",
     ">p10 to p90",
-    ">inter MB",
-    ">intra MB",
+    ">inter",
+    ">intra",
     ">limit",
     ">ratio",
     ">predicted",
@@ -94,7 +94,7 @@ class Report:
             table(
                 COLUMNS,
                 [_cells(row) for row in self.rows if (row.scope, row.phase) == (scope, phase)],
-                title=f"{scope}, {phase.replace('_', ' + ')}",
+                title=f"{scope}, {phase.replace('_', ' + ')} (ms; payload in MB)",
             )
             for scope, phase in dict.fromkeys((row.scope, row.phase) for row in self.rows)
         ]
