@@ -40,18 +40,18 @@ from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted
 from monta_megatron.core import Layout
 from monta_megatron.exchange.count_messages import MicroBatchCounts
-from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.candidates import (
     Batch,
+    Bench,
     BenchCandidate,
-    build_dispatcher,
     make_batch,
+    monta_candidate,
     stock_candidate,
 )
-from monta_megatron.tools.bench.layer import dispatcher_on, layer_config
+from monta_megatron.tools.bench.layer import build_dispatcher
 from monta_megatron.tools.bench.report import Row
-from monta_megatron.tools.bench.settings import LayerShape, Settings
-from monta_megatron.tools.bench.traffic import PROBS_BYTES, Traffic, by_resource
+from monta_megatron.tools.bench.settings import Settings
+from monta_megatron.tools.bench.traffic import PROBS_BYTES, by_resource
 
 CHAIN = "alltoall_allgather"
 # The number that the paper's published code always uses.
@@ -62,28 +62,26 @@ STEPS = {
     1: "duplicates dropped, A2A then AG then Permute",
     2: f"A2A and AG pipelined, {FIXED_NUM_CHUNKS} chunks",
     3: "Permute pipelined too",
-    4: "number of chunks chosen",
+    4: "the fastest number of chunks",
 }
 
 
-def build(
-    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
-) -> tuple[list[BenchCandidate], dict[str, str]]:
-    """Stock alltoall, the baseline of the checks and ratios, then the steps, 2 as the last one.
+def build(bench: Bench) -> Bench:
+    """Add stock alltoall, the baseline of the checks and ratios, then the steps, 2 as the last one.
 
     Raises:
         ValueError: a flag that the steps do not allow.
     """
+    settings, layout, batch = bench.settings, bench.layout, bench.batch
     check(settings)
     # ETP = TP, so a tensor parallel group is a run of consecutive ranks, which hold the parts of
     # the same experts.
     rank = dist.get_rank()
     first = rank - rank % settings.tp
     device = batch.hidden.device
-    by_peer = [
-        make_batch(settings, layout, peer, device) for peer in range(first, first + settings.tp)
-    ]
-    group_batch = concatenate(by_peer)
+    group_batch = concatenate(
+        [make_batch(settings, peer, device) for peer in range(first, first + settings.tp)]
+    )
     begin = (rank - first) * settings.tokens
     whole_group = BenchCandidate(
         kind="megatron",
@@ -91,18 +89,19 @@ def build(
         dispatcher=whole_group_dispatcher(settings),
         batch=group_batch,
         tokens_here=slice(begin, begin + settings.tokens),
-        traffic=lambda backward: whole_group_traffic(
+        traffic=functools.partial(
+            whole_group_traffic,
             layout,
             group_batch.routing_map.cpu().numpy(),
             settings.hidden,
             DTYPE_BYTES[settings.dtype],
-            backward,
         ),
     )
     # The last one is the same chain, but no Permute of it overlaps a collective.
     numbers = [*sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks}), FIXED_NUM_CHUNKS]
-    ours = [build_dispatcher(settings, cluster, CHAIN, number) for number in numbers]
-    serial, bind = ours[-1], ours[-1]._bind
+    ours = [monta_candidate(bench, CHAIN, number) for number in numbers]
+    serial = ours[-1].dispatcher
+    bind = serial._bind
 
     def bind_in_order(counts: MicroBatchCounts) -> None:
         bind(counts)
@@ -110,14 +109,7 @@ def build(
         exchanges[:] = [replace(each, order=order_with_permutes_apart) for each in exchanges]
 
     serial._bind = bind_in_order
-    return [
-        stock_candidate(settings, layout, batch, "alltoall"),
-        whole_group,
-        *(
-            BenchCandidate(kind="monta", requested=CHAIN, dispatcher=dispatcher, batch=batch)
-            for dispatcher in ours
-        ),
-    ], {}
+    return replace(bench, candidates=[stock_candidate(bench, "alltoall"), whole_group, *ours])
 
 
 def check(settings: Settings) -> None:
@@ -176,19 +168,19 @@ class WholeGroupTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return reduce_from_tensor_model_parallel_region(output, self._parts_group)
 
 
-def whole_group_dispatcher(shape: LayerShape) -> Any:
+def whole_group_dispatcher(settings: Settings) -> Any:
     """Step 0 of the ablation: every rank sends the tokens of its whole tensor parallel group."""
     groups = get_default_pg_collection()
     parts_group = groups.expt_tp
     # No gather inside the group: every rank has all that its part of an expert needs.
     groups.expt_tp, groups.tp_ep = None, groups.ep
     dispatcher_class = functools.partial(WholeGroupTokenDispatcher, parts_group=parts_group)
-    return dispatcher_on(dispatcher_class, shape, layer_config(shape), groups)
+    return build_dispatcher(dispatcher_class, settings, groups)
 
 
 def whole_group_traffic(
     layout: Layout, group_map: NDArray[np.bool_], hidden: int, dtype_bytes: int, backward: bool
-) -> Traffic:
+) -> tuple[int, int]:
     """What Megatron's alltoall dispatcher moves without sequence parallelism, from this rank.
 
     Every rank sends the permuted tokens of all its tensor parallel group to the parts of the
@@ -236,7 +228,6 @@ class StepResult:
         step: see the top of this file.
         what: the step in words.
         num_chunks: number of chunks of our chain; 1 for step 0.
-        chosen_by: what chose the number of chunks in step 4: "measurement" or "planner".
         median_ms: median of the slowest rank's times.
         gain: the previous step's time over this one's.
         gain_over_step_0: step 0's time over this one's.
@@ -246,64 +237,44 @@ class StepResult:
     step: int
     what: str
     num_chunks: int
-    chosen_by: str | None
     median_ms: float
     gain: float
     gain_over_step_0: float
 
 
 def ablation_steps(rows: Sequence[Row]) -> list[StepResult]:
-    """The steps of every phase, each with its gain over the previous one."""
+    """The steps of every phase, each with its gain over the previous one.
+
+    Args:
+        rows: of `build`'s candidates, in their order.
+    """
     results = []
     for phase in dict.fromkeys(row.phase for row in rows):
-        of_phase = [row for row in rows if row.phase == phase and row.scope == "exchange"]
-        by_step = {row.step: row for row in of_phase if row.step is not None}
-        by_step[4], chosen_by = choose_num_chunks(of_phase)
-        before = first = by_step[0]
-        for step, what in STEPS.items():
-            row = by_step[step]
+        of_phase = [row for row in rows if (row.scope, row.phase) == ("exchange", phase)]
+        _, whole_group, *ours, permutes_apart = of_phase
+        by_chunks = {row.num_chunks: row for row in ours}
+        fastest = min(ours, key=lambda row: row.median_ms)
+        steps = (whole_group, by_chunks[1], permutes_apart, by_chunks[FIXED_NUM_CHUNKS], fastest)
+        for (step, what), row, before in zip(
+            STEPS.items(), steps, (whole_group, *steps), strict=False
+        ):
             results.append(
                 StepResult(
                     phase=phase,
                     step=step,
                     what=what,
                     num_chunks=row.num_chunks,
-                    chosen_by=chosen_by if step == 4 else None,
                     median_ms=row.median_ms,
                     gain=before.median_ms / row.median_ms,
-                    gain_over_step_0=first.median_ms / row.median_ms,
+                    gain_over_step_0=whole_group.median_ms / row.median_ms,
                 )
             )
-            before = row
     return results
 
 
-def choose_num_chunks(rows: Sequence[Row]) -> tuple[Row, str]:
-    """The row whose number of chunks step 4 takes, and what chose it."""
-    ours = [row for row in rows if row.dispatcher == "monta" and row.step != 2]
-    for row in ours:
-        if row.chosen:
-            return row, "planner"
-    return min(ours, key=lambda row: row.median_ms), "measurement"
-
-
-def steps_of(rows: Sequence[Row]) -> list[Row]:
-    """The rows of `build`'s candidates with their steps."""
-    rows_with_steps: list[Row] = []
-    for kind in dict.fromkeys((row.scope, row.phase) for row in rows):
-        stock, whole_group, *ours, apart = [row for row in rows if (row.scope, row.phase) == kind]
-        rows_with_steps += [stock, replace(whole_group, step=0)]
-        rows_with_steps += [
-            replace(row, step={1: 1, FIXED_NUM_CHUNKS: 3}.get(row.num_chunks)) for row in ours
-        ]
-        rows_with_steps.append(replace(apart, step=2))
-    return rows_with_steps
-
-
 def finish(report: dict[str, Any]) -> None:
-    """Give the rows their steps, and add what each step gains."""
-    rows = steps_of([Row(**row) for row in report["rows"]])
-    report["rows"] = [asdict(row) for row in rows]
+    """Add what each step gains."""
+    rows = [Row(**row) for row in report["rows"]]
     report["ablation"] = [asdict(result) for result in ablation_steps(rows)]
 
 
@@ -315,12 +286,13 @@ def ablation_text(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _where(meta: Mapping[str, Any]) -> str:
-    layout, layer, cluster = meta["layout"], meta["layer"], meta["emulated_cluster"]
+    settings, nodes, cluster = meta["settings"], meta["nodes"], meta["emulated_cluster"]
     rate = "" if cluster is None else f", {cluster['inter_mbit']:g} Mbit/s"
     return (
-        f"{counted(layout['nodes'], 'node')} x {counted(layout['ranks_per_node'], 'rank')}{rate}, "
-        f"TP {layout['tp']}, EP {layout['ep']}, {layer['experts']} experts, top-{layer['top_k']}, "
-        f"H {layer['hidden']:,}, {counted(layer['tokens'], 'token')} per rank:"
+        f"{counted(len(nodes), 'rank')} on {counted(len(set(nodes)), 'node')}{rate}, "
+        f"TP {settings['tp']}, EP {settings['ep']}, {settings['experts']} experts, "
+        f"top-{settings['top_k']}, H {settings['hidden']:,}, "
+        f"{counted(settings['tokens'], 'token')} per rank:"
     )
 
 
@@ -332,7 +304,7 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
             [
                 [
                     result.step,
-                    result.what + (f", by {result.chosen_by}" if result.chosen_by else ""),
+                    result.what,
                     result.num_chunks,
                     f"{result.median_ms:.1f}",
                     f"{result.gain:.2f}",

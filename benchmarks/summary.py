@@ -1,6 +1,6 @@
 """Figures over many points: regret, prediction errors, `auto` against stock; tables and pictures.
 
-Regret is the time of a pick over that of the best chain, measured side by side. No torch.
+Regret is the median time of a pick over that of the fastest chain, timed side by side. No torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,22 +9,16 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from monta_megatron.chains import CHAINS
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.units import counted
-from monta_megatron.integration.options import AUTO
 from monta_megatron.tools import pictures
-from monta_megatron.tools.bench.report import Row, ratio_interval, ratio_of_medians
+from monta_megatron.tools.bench.report import Row
 
 # The phase that the planner optimises.
 PHASE = "forward_backward"
-# Where the whole interval of a ratio to stock lies below this, it is a loss, not noise.
+# A smaller ratio to stock is a loss, not noise.
 LOSS_BELOW = 0.97
-# A regret of more than the first is clear where its whole interval lies above the second.
-REGRET_ABOVE, REGRET_SURELY_ABOVE = 1.05, 1.03
 
 STOCK_STYLE = {"color": pictures.STOCK_COLOUR, "linewidth": 2.0, "marker": "s"}
 AUTO_STYLE = {"color": pictures.PICK_COLOUR, "linewidth": 2.5, "marker": "o"}
@@ -33,67 +27,6 @@ ERROR_BAND = 0.25
 
 # A chain and its number of chunks.
 Key: TypeAlias = tuple[str, int]
-# With fewer repeats, the halves would say nothing: the medians of all of them decide.
-LEAST_REPEATS = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Regret:
-    """A pick against the best chain.
-
-    Attributes:
-        pick: the picked candidate.
-        best: the best of all that ran.
-        pick_ms, best_ms: their medians over the repeats on which they are judged.
-        ratio: pick_ms over best_ms.
-        low, high: 95% interval of the ratio; None where the repeats are few or were not kept.
-    """
-
-    pick: Key
-    best: Key
-    pick_ms: float
-    best_ms: float
-    ratio: float
-    low: float | None = None
-    high: float | None = None
-
-
-def regret_by_repeats(pick: Key, times_ms: Mapping[Key, NDArray[np.float64]]) -> Regret:
-    """The best is chosen on repeats 1, 3, 5, ... and judged on 2, 4, 6, ...
-
-    Args:
-        pick: among those that ran.
-        times_ms: [repeats] of each, interleaved; at least two repeats.
-    """
-    best = min(times_ms, key=lambda key: np.median(times_ms[key][0::2]))
-    pick_ms, best_ms = times_ms[pick][1::2], times_ms[best][1::2]
-    low, high = ratio_interval(pick_ms, best_ms)
-    return Regret(
-        pick=pick,
-        best=best,
-        pick_ms=float(np.median(pick_ms)),
-        best_ms=float(np.median(best_ms)),
-        ratio=ratio_of_medians(pick_ms, best_ms),
-        low=low,
-        high=high,
-    )
-
-
-def regret_by_medians(pick: Key, medians_ms: Mapping[Key, float]) -> Regret:
-    """The best is chosen and judged on the same medians: at least 1.
-
-    Args:
-        pick: among those that ran.
-        medians_ms: of each.
-    """
-    best = min(medians_ms, key=medians_ms.__getitem__)
-    return Regret(
-        pick=pick,
-        best=best,
-        pick_ms=medians_ms[pick],
-        best_ms=medians_ms[best],
-        ratio=medians_ms[pick] / medians_ms[best],
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +35,15 @@ class Measured:
 
     Attributes:
         rows: stock's and ours.
-        num_nodes: nodes of the launch.
-        ranks_per_node: ranks on each.
+        settings: of the benchmark.
+        nodes: node of every rank of the launch.
         inter_rate_ratio: factor by which the cluster file's rate was scaled; None without a file.
-        repeats: timed runs of each.
     """
 
     rows: tuple[Row, ...]
-    num_nodes: int
-    ranks_per_node: int
+    settings: Mapping[str, Any]
+    nodes: Sequence[int]
     inter_rate_ratio: float | None
-    repeats: int
 
     @property
     def ours(self) -> list[Row]:
@@ -127,47 +58,32 @@ class Measured:
     @property
     def auto(self) -> Row | None:
         """The row of `auto`, if it ran."""
-        return next((row for row in self.ours if row.requested == AUTO), None)
+        return next((row for row in self.ours if row.chosen), None)
 
     @property
     def times_ms(self) -> dict[Key, float]:
         """Our measured times, by chain and number of chunks."""
-        return {key: mean(row.median_ms for row in rows) for key, rows in self._rows_by_key.items()}
-
-    @property
-    def repeats_ms(self) -> dict[Key, NDArray[np.float64]]:
-        """[repeats] of each; empty where they are few or were not kept."""
-        times_ms = {
-            key: np.mean([row.repeats_ms for row in rows], axis=0)
-            for key, rows in self._rows_by_key.items()
-        }
-        are_enough = all(of_one.size >= LEAST_REPEATS for of_one in times_ms.values())
-        return times_ms if are_enough else {}
+        times_ms: dict[Key, list[float]] = {}
+        for row in self.ours:
+            times_ms.setdefault((row.chain, row.num_chunks), []).append(row.median_ms)
+        return {key: mean(of_key) for key, of_key in times_ms.items()}
 
     @property
     def pick(self) -> Key | None:
-        """The pick; None where it did not run, or had one chain alone."""
-        picked = [row for row in self.ours if row.chosen]
-        if not picked or len(self._rows_by_key) == 1:
+        """The choice of `auto`; None where it did not run, or had one chain alone."""
+        if self.auto is None or len(self.times_ms) == 1:
             return None
-        return picked[0].chain, picked[0].num_chunks
+        return self.auto.chain, self.auto.num_chunks
 
     @property
-    def regret(self) -> Regret | None:
-        """Of the pick; None where there is none to regret."""
-        if self.pick is None:
-            return None
-        repeats_ms = self.repeats_ms
-        if repeats_ms:
-            return regret_by_repeats(self.pick, repeats_ms)
-        return regret_by_medians(self.pick, self.times_ms)
+    def fastest(self) -> Key:
+        """The fastest of our chains."""
+        return min(self.times_ms, key=self.times_ms.__getitem__)
 
     @property
-    def _rows_by_key(self) -> dict[Key, list[Row]]:
-        rows: dict[Key, list[Row]] = {}
-        for row in self.ours:
-            rows.setdefault((row.chain, row.num_chunks), []).append(row)
-        return rows
+    def regret(self) -> float | None:
+        """The pick's time over the fastest chain's; None without a pick."""
+        return self.pick and self.times_ms[self.pick] / self.times_ms[self.fastest]
 
     def predicted_ms(self, key: Key) -> float | None:
         """The time that the planner predicts; None without a cluster file."""
@@ -185,37 +101,38 @@ class Measured:
 
 # What makes one point differ from another.
 FACTORS: Mapping[str, Callable[[Measured], str]] = {
-    "nodes x ranks": lambda point: f"{point.num_nodes} x {point.ranks_per_node}",
+    "ranks by node": lambda point: ", ".join(map(str, point.nodes)),
     "TP, EP, ETP": lambda point: f"{point.stock.tp}, {point.stock.ep}, {point.stock.etp}",
     "Mbit/s": lambda point: or_dash(point.stock.inter_mbit, "g"),
-    "experts": lambda point: str(point.stock.experts),
+    "experts": lambda point: str(point.settings["experts"]),
     "top-k": lambda point: str(point.stock.top_k),
     "routing": lambda point: point.stock.routing,
     "tokens": lambda point: f"{point.stock.tokens:,}",
-    "H": lambda point: f"{point.stock.hidden:,}",
-    "dtype": lambda point: point.stock.dtype,
+    "H": lambda point: f"{point.settings['hidden']:,}",
+    "dtype": lambda point: str(point.settings["dtype"]),
     "rate over calibrated": lambda point: or_dash(point.inter_rate_ratio, ".3g"),
 }
 
 
 def measured_points(reports: Sequence[dict[str, Any]]) -> list[Measured]:
-    """The points of reports that timed chains forward and backward; no steps of an ablation."""
+    """The points of reports that timed chains forward and backward; none of a study."""
     points = []
     for report in reports:
         rows = tuple(
             row
             for row in (Row(**fields) for fields in report["rows"])
-            if (row.scope, row.phase, row.step) == ("exchange", PHASE, None)
+            if (row.scope, row.phase) == ("exchange", PHASE)
         )
-        settings, layout = report["settings"], report["meta"]["layout"]
-        if rows:
+        meta = report["meta"]
+        if rows and "study" not in report:
             points.append(
                 Measured(
                     rows=rows,
-                    num_nodes=layout["nodes"],
-                    ranks_per_node=layout["ranks_per_node"],
-                    inter_rate_ratio=settings["inter_rate_ratio"] if settings["cluster"] else None,
-                    repeats=settings["repeats"],
+                    settings=meta["settings"],
+                    nodes=meta["nodes"],
+                    inter_rate_ratio=(
+                        meta["inter_rate_ratio"] if meta["settings"]["cluster"] else None
+                    ),
                 )
             )
     return points
@@ -225,34 +142,21 @@ def summarise(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures below the tables; None for those that no point has."""
     points = measured_points(reports)
     errors = [abs(error) for point in points for chain in CHAINS for error in point.errors(chain)]
+    regrets = [point.regret for point in points if point.regret is not None]
     autos = [point.auto for point in points if point.auto is not None]
     plain = [row.ratio_to_alltoall for row in autos if row.chain == "alltoall"]
     return {
         "points": len(points),
-        **_regret_figures([point.regret for point in points]),
+        "regret_points": len(regrets),
+        "regret_median": median(regrets) if regrets else None,
+        "regret_worst": max(regrets, default=None),
         "predictions": len(errors),
         "error_median": median(errors) if errors else None,
         "error_largest": max(errors, default=None),
         "auto_points": len(autos),
-        "auto_lost": sum(row.ratio_high < LOSS_BELOW for row in autos),
+        "auto_lost": sum(row.ratio_to_alltoall < LOSS_BELOW for row in autos),
         "auto_alltoall_points": len(plain),
         "auto_alltoall_ratio_median": median(plain) if plain else None,
-    }
-
-
-def _regret_figures(found: Sequence[Regret | None]) -> dict[str, Any]:
-    regrets = [regret for regret in found if regret is not None]
-    ratios = [regret.ratio for regret in regrets]
-    return {
-        "regret_points": len(ratios),
-        "regret_median": median(ratios) if ratios else None,
-        "regret_worst": max(ratios, default=None),
-        "regret_clear": sum(
-            regret.ratio > REGRET_ABOVE
-            and regret.low is not None
-            and regret.low > REGRET_SURELY_ABOVE
-            for regret in regrets
-        ),
     }
 
 
@@ -300,29 +204,25 @@ def _short(commit: str | None) -> str:
 
 def _regret_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list[str]:
     def cells(point: Measured) -> list[str] | None:
-        regret = point.regret
-        if regret is None:
+        if point.pick is None or point.regret is None:
             return None
-        predicted_ms = point.predicted_ms(regret.pick)
+        pick_ms, predicted_ms = point.times_ms[point.pick], point.predicted_ms(point.pick)
         return [
-            _name(regret.pick),
+            _name(point.pick),
             or_dash(predicted_ms, ".1f"),
-            f"{regret.pick_ms:.1f}",
-            "-" if predicted_ms is None else f"{predicted_ms / regret.pick_ms - 1:+.0%}",
-            _name(regret.best),
-            f"{regret.best_ms:.1f}",
-            f"{regret.ratio:.3f}",
-            "-" if regret.low is None else f"{regret.low:.3f} to {regret.high:.3f}",
+            f"{pick_ms:.1f}",
+            "-" if predicted_ms is None else f"{predicted_ms / pick_ms - 1:+.0%}",
+            _name(point.fastest),
+            f"{point.times_ms[point.fastest]:.1f}",
+            f"{point.regret:.3f}",
         ]
 
-    head = ["pick", "predicted ms", "ms", "error", "fastest measured", "ms", "regret", "95%"]
+    head = ["pick", "predicted ms", "ms", "error", "fastest measured", "ms", "regret"]
     return [
         *_markdown(points, head, cells),
         "",
         f"Regret over {counted(figures['regret_points'], 'point')}: median "
-        f"{figures['regret_median']:.3f}, worst {figures['regret_worst']:.3f}; "
-        f"{figures['regret_clear']} over {REGRET_ABOVE} with the whole interval over "
-        f"{REGRET_SURELY_ABOVE}.",
+        f"{figures['regret_median']:.3f}, worst {figures['regret_worst']:.3f}.",
     ]
 
 
@@ -352,22 +252,22 @@ def _stock_table(points: Sequence[Measured], figures: Mapping[str, Any]) -> list
             f"{auto.chain} x{auto.num_chunks}",
             f"{point.stock.median_ms:.1f}",
             f"{auto.median_ms:.1f}",
-            f"{auto.ratio_to_alltoall:.2f}",
-            f"{auto.ratio_low:.2f} to {auto.ratio_high:.2f}"
-            + (" (slower)" if auto.ratio_high < LOSS_BELOW else ""),
-            str(point.repeats),
+            f"{auto.ratio_to_alltoall:.2f}"
+            + (" (slower)" if auto.ratio_to_alltoall < LOSS_BELOW else ""),
+            f"{auto.p10_ms:.1f} to {auto.p90_ms:.1f}",
+            str(point.settings["repeats"]),
         ]
 
     ending = (
-        f"Of {counted(figures['auto_points'], 'point')}, {figures['auto_lost']} have their "
-        f"whole interval under {LOSS_BELOW}."
+        f"Of {counted(figures['auto_points'], 'point')}, {figures['auto_lost']} have a ratio "
+        f"under {LOSS_BELOW}."
     )
     if figures["auto_alltoall_points"]:
         ending += (
             f" Where auto chose alltoall ({figures['auto_alltoall_points']}), the median ratio is "
             f"{figures['auto_alltoall_ratio_median']:.3f}."
         )
-    head = ["auto", "stock ms", "auto ms", "times faster", "95% interval", "repeats"]
+    head = ["auto", "stock ms", "auto ms", "times faster", "p10 to p90", "repeats"]
     return [*_markdown(points, head, cells), "", ending]
 
 
@@ -426,8 +326,9 @@ def points_by_size(points: Sequence[Measured]) -> list[Measured]:
 
 def size_bytes(point: Measured) -> int:
     """Bytes of the hidden rows that a rank brings."""
-    row = point.stock
-    return row.tokens * row.hidden * DTYPE_BYTES[row.dtype]
+    settings = point.settings
+    size: int = settings["tokens"] * settings["hidden"] * DTYPE_BYTES[settings["dtype"]]
+    return size
 
 
 def _draw(path: Path, draw: Callable[[Any, Sequence[Measured]], None], points: Any) -> Path:
@@ -455,7 +356,7 @@ def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
     for chain, colour in pictures.CHAIN_COLOURS.items():
         rows = [
             min(
-                (row for row in point.ours if row.chain == chain and row.requested != AUTO),
+                (row for row in point.ours if row.chain == chain and not row.chosen),
                 key=lambda row: row.median_ms,
                 default=None,
             )
@@ -463,12 +364,12 @@ def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
         ]
         line(chain, rows, color=colour, linewidth=1.2, marker=".")
     line("megatron alltoall", [point.stock for point in points], **STOCK_STYLE)
-    line(AUTO, [point.auto for point in points], **AUTO_STYLE)
+    line("auto", [point.auto for point in points], **AUTO_STYLE)
     first = points[0].stock
     where = "" if first.inter_mbit is None else f", {first.inter_mbit:g} Mbit/s between nodes"
     axis.set_title(
-        f"TP {first.tp}, EP {first.ep}, ETP {first.etp}, {first.experts} experts, top-"
-        f"{first.top_k}, {first.routing} routing{where}"
+        f"TP {first.tp}, EP {first.ep}, ETP {first.etp}, {points[0].settings['experts']} experts, "
+        f"top-{first.top_k}, {first.routing} routing{where}"
     )
     axis.set_xlabel("hidden rows that a rank brings, MB")
     axis.set_ylabel("dispatch + combine, forward + backward, ms")
@@ -481,7 +382,7 @@ def _predicted(axis: Any, points: Sequence[Measured]) -> None:
             (row.median_ms, row.predicted_ms)
             for point in points
             for row in point.ours
-            if row.chain == chain and row.requested != AUTO and row.predicted_ms is not None
+            if row.chain == chain and not row.chosen and row.predicted_ms is not None
         ]
         if times:
             axis.plot(

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from summary import plot_sweep, summarise, summary_lines
 
@@ -23,22 +23,27 @@ from monta_megatron.cli import bench, main
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import add_json_line, read_json_lines, write_whole
+from monta_megatron.common.flags import positive
 from monta_megatron.common.ranks import find_this_rank, run_as_rank
-from monta_megatron.common.tables import print_json
+from monta_megatron.common.tables import Progress, print_json
 from monta_megatron.common.text import advice
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.tools.bench.flags import POINT_FLAGS
-from monta_megatron.tools.bench.report import plot_report, report_text
-from monta_megatron.tools.bench.settings import BenchPoint, Settings, parse_settings
+from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import with_inter_rate
+from monta_megatron.tools.bench.report import Report, Row
+from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
 from monta_megatron.tools.pictures import check_can_plot
 
 if TYPE_CHECKING:
-    from monta_megatron.tools.bench.candidates import Build
+    from monta_megatron.tools.bench.candidates import Bench
 
+# The others are of the whole launch.
+POINT_FLAGS = FLAGS.keys() - {"ranks-per-node", "cluster"}
 FILES = (
     ("sweep", "FILE", "many points in one launch: YAML, see docs/results.md"),
     ("out", "FILE", "add each finished point as a line of JSON; what is there is not run again"),
     ("report", "FILE", "run nothing: tables in Markdown from what --out has written"),
+    ("plot", "DIR", "draw the results of a sweep there; needs matplotlib"),
 )
 
 
@@ -47,16 +52,28 @@ class Study:
     """Other candidates than those of `monta bench`, and what is said of them.
 
     Attributes:
-        name: marks the settings in its reports.
-        build: makes the candidates, in place of `candidates.build_candidates`.
+        name: marks its reports.
+        build: adds the candidates, in place of `candidates.with_candidates`.
         finish: adds to the report of a point.
         text: its tables, from reports.
     """
 
     name: str
-    build: "Build"
+    build: "Callable[[Bench], Bench]"
     finish: Callable[[dict[str, Any]], None]
     text: Callable[[Sequence[dict[str, Any]]], str]
+
+
+class Point(NamedTuple):
+    """One benchmark of a launch.
+
+    Attributes:
+        name: for the progress display, such as "tokens 2048, hidden 512".
+        settings: all its settings.
+    """
+
+    name: str
+    settings: Settings
 
 
 def build_parser(study: Study | None = None, description: str | None = None) -> Parser:
@@ -65,6 +82,13 @@ def build_parser(study: Study | None = None, description: str | None = None) -> 
     bench.add_arguments(parser)
     for name, metavar, text in FILES:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
+    parser.add_argument(
+        "--inter-rate-ratio",
+        metavar="X",
+        type=positive,
+        default=1.0,
+        help="rate of this network over that of --cluster, whose costs are scaled by it",
+    )
     parser.set_defaults(command="bench", run=lambda parsed: _run(parsed, study))
     return parser
 
@@ -93,30 +117,47 @@ def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
     if this_rank.rank == 0:
         check_can_plot(parsed.plot)
         results = None if parsed.out is None else Results.open(Path(parsed.out))
-    reports: list[dict[str, Any]] = []
 
-    def keep(report: dict[str, Any]) -> None:
-        report["meta"]["command"] = shlex.join(sys.argv)
-        report["settings"] = _marked(report["settings"], study)
-        if study is not None:
-            study.finish(report)
-        reports.append(report)
-        if results is not None:
-            results.add(report)
+    def measure(cluster: Cluster | None, progress: Progress) -> list[dict[str, Any]]:
+        from monta_megatron.tools.bench.point import measure_point
+        from monta_megatron.tools.joined_ranks import on_first_rank
 
-    def is_kept(settings: Settings, emulated: EmulatedCluster | None) -> bool:
-        return results is not None and results.holds(settings, emulated, study)
+        if cluster is not None:
+            cluster = with_inter_rate(cluster, parsed.inter_rate_ratio)
+        emulated, ratio = EmulatedCluster.from_environment(), parsed.inter_rate_ratio
+        left = on_first_rank(
+            lambda: [
+                point
+                for point in points
+                if results is None or not results.holds(point.settings, emulated, ratio, study)
+            ]
+        )
+        if len(left) < len(points):
+            progress.phase(f"{len(points) - len(left)} of {len(points)} points kept from before", 0)
+        reports = []
+        for number, point in enumerate(left, 1):
+            if len(points) > 1:
+                progress.phase(f"point {number} of {len(left)}: {point.name}", 0)
+            candidates = {} if study is None else {"build": study.build}
+            report = measure_point(point.settings, cluster, progress, **candidates).document()
+            report["meta"] |= {"command": shlex.join(sys.argv), "inter_rate_ratio": ratio}
+            if study is not None:
+                report["study"] = study.name
+                study.finish(report)
+            reports.append(report)
+            if results is not None:
+                results.add(report)
+        return reports
 
-    candidates = {} if study is None else {"build": study.build}
-    status = bench.measure(points, keep, is_kept=is_kept, **candidates)
-    if this_rank.rank == 0 and status == 0:
+    reports = bench.measured(points[0].settings, measure)
+    if reports is not None and this_rank.rank == 0:
         _print(results.reports if results else reports, parsed, study)
-    return status
+    return int(reports is None)
 
 
-def _points(parsed: argparse.Namespace, world_size: int) -> list[BenchPoint]:
+def _points(parsed: argparse.Namespace, world_size: int) -> list[Point]:
     if parsed.sweep is None:
-        return [BenchPoint("headline", parse_settings(vars(parsed), world_size))]
+        return [Point("headline", parse_settings(vars(parsed), world_size))]
     if parsed.out is None:
         raise ValueError("--out: not given, must be a file beside --sweep")
     return read_sweep(parsed.sweep, vars(parsed), world_size)
@@ -124,21 +165,22 @@ def _points(parsed: argparse.Namespace, world_size: int) -> list[BenchPoint]:
 
 def _print(reports: list[dict[str, Any]], parsed: argparse.Namespace, study: Study | None) -> None:
     is_one = parsed.sweep is None and parsed.report is None
-    if is_one:
-        texts = [report_text(reports[-1]), *([] if study is None else [study.text(reports[-1:])])]
-        print("\n\n".join(texts), file=sys.stderr if parsed.json else sys.stdout)
-    elif not parsed.json:
-        print("\n".join(summary_lines(reports)) if study is None else study.text(reports))
     if parsed.json:
         summary = {} if study is not None else {"summary": summarise(reports)}
         print_json(reports[-1] if is_one else {**summary, "reports": reports})
-    if parsed.plot is not None and reports:
-        folder = Path(parsed.plot)
-        for path in [*plot_report(reports[0], folder), *plot_sweep(reports, folder)]:
+    elif study is not None:
+        print(study.text(reports[-1:] if is_one else reports))
+    elif is_one:
+        rows = [Row(**row) for row in reports[-1]["rows"]]
+        print(Report(meta=reports[-1]["meta"], rows=rows).text())
+    else:
+        print("\n".join(summary_lines(reports)))
+    if parsed.plot is not None:
+        for path in plot_sweep(reports, Path(parsed.plot)):
             print(f"monta bench: drew {path}", file=sys.stderr)
 
 
-def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[BenchPoint]:
+def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Point]:
     """The points of a sweep file.
 
     Args:
@@ -165,7 +207,7 @@ def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Ben
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         name = ", ".join(f"{flag.replace('_', '-')} {text}" for flag, text in changed.items())
-        points.append(BenchPoint(name or "headline", settings))
+        points.append(Point(name or "headline", settings))
     return points
 
 
@@ -207,13 +249,19 @@ class Results:
         return results
 
     def holds(
-        self, settings: Settings, emulated: EmulatedCluster | None, study: Study | None = None
+        self,
+        settings: Settings,
+        emulated: EmulatedCluster | None,
+        inter_rate_ratio: float = 1.0,
+        study: Study | None = None,
     ) -> bool:
         """Whether a point has been measured: with the same settings, on the same cluster."""
-        marked = _marked(strict_yaml.plain(settings), study)
+        plain = strict_yaml.plain(settings)
         cluster = _setting_of(None if emulated is None else asdict(emulated))
         return any(
-            report["settings"] == marked
+            report["meta"]["settings"] == plain
+            and report["meta"]["inter_rate_ratio"] == inter_rate_ratio
+            and report.get("study") == (study and study.name)
             and _setting_of(report["meta"]["emulated_cluster"]) == cluster
             for report in self.reports
         )
@@ -232,15 +280,10 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     """
     reports = read_json_lines(path)
     for number, report in enumerate(reports, 1):
-        if not isinstance(report, dict) or not {"settings", "meta", "rows"} <= set(report):
+        if not isinstance(report, dict) or not {"meta", "rows"} <= set(report):
             raise ValueError(f"{path}: line {number} is no report of monta bench")
         strict_yaml.build(cast("type[Any]", Any), report, f"{path}: line {number}")
     return reports
-
-
-def _marked(settings: dict[str, Any], study: Study | None) -> dict[str, Any]:
-    """The settings of a report, with the name of its study."""
-    return settings if study is None else {**settings, "study": study.name}
 
 
 def _setting_of(emulated: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@
 """
 
 import argparse
+import functools
 import os
 import shutil
 import sys
@@ -248,8 +249,12 @@ def _median_us(
 def gloo(short: bool, arguments: Sequence[str]) -> int:
     """Run `monta bench` with real processes, which may share a GPU."""
     from monta_megatron.cli import main
+    from monta_megatron.emulation.gloo_collectives import install_for_device
+    from monta_megatron.tools import joined_ranks
 
-    status = main(["bench", "--transport", "gloo", *BENCH, *arguments])
+    install_for_device()
+    joined_ranks.join = functools.partial(joined_ranks.join, transport="gloo")
+    status = main(["bench", *BENCH, *arguments])
     return status or _proven(
         "all chains give stock's results with real processes, through the host; no order of streams"
     )

@@ -1,5 +1,6 @@
-"""`monta bench --transport gloo` on CPU ranks whose tensors count as those of a device."""
+"""`gpu_check.py gloo` on CPU ranks whose tensors count as those of a device."""
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import torch
 
 from monta_megatron.cli import main
 from monta_megatron.emulation import gloo_collectives
+from monta_megatron.tools import joined_ranks
 
 copied: Counter[str] = Counter()
 through_host = gloo_collectives.through_host
@@ -32,7 +34,9 @@ def is_copied(tensor: torch.Tensor) -> bool:
 
 gloo_collectives._is_on_device = is_copied
 gloo_collectives.through_host = counted
-status = main(["bench", "--transport", "gloo", *sys.argv[1:]])
+gloo_collectives.install_for_device()
+joined_ranks.join = functools.partial(joined_ranks.join, transport="gloo")
+status = main(["bench", *sys.argv[1:]])
 if torch.distributed.get_rank() == 0:
     print("copied:", *sorted(copied), file=sys.stderr)
 sys.exit(status)

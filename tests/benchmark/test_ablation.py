@@ -1,10 +1,9 @@
 """The paper's ablation, `benchmarks/ablation.py`."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
-from ablation import STUDY, ablation_steps, ablation_text, check, steps_of, whole_group_traffic
+from ablation import STUDY, ablation_steps, ablation_text, check, whole_group_traffic
 from forked_ranks import ForkedRanks
 from sweep import Results
 from test_bench_command import SMALL, bench
@@ -12,7 +11,6 @@ from test_bench_numbers import BASE, DTYPE_BYTES, HIDDEN, SPLIT, routing_map, ro
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.tools.bench.settings import Settings, parse_settings
-from monta_megatron.tools.bench.traffic import Traffic
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -24,22 +22,20 @@ def test_the_ablation(ranks: ForkedRanks, tmp_path: Path) -> None:
     steps = report["ablation"]
     assert [step["step"] for step in steps] == [0, 1, 2, 3, 4]
     assert [step["num_chunks"] for step in steps[:3]] == [1, 1, 4]
-    assert steps[-1]["chosen_by"] in ("measurement", "planner")
     assert steps[0]["gain_over_step_0"] == 1.0
     product = 1.0
     for step in steps:
         product *= step["gain"]
         assert step["gain_over_step_0"] == pytest.approx(product)
-    rows = {row["step"]: row for row in report["rows"]}
     # A group of two ranks sends everything twice.
-    assert rows[0]["inter_bytes"] == 2 * rows[1]["inter_bytes"]
+    _, whole_group, serial, *_ = report["rows"]
+    assert whole_group["inter_bytes"] == 2 * serial["inter_bytes"]
     assert "ablation.py --experts 8" in report["meta"]["command"]
     assert ablation_text([report])
     # Kept for the script, but not for `monta bench` with the same flags.
-    document = {name: value for name, value in report["settings"].items() if name != "study"}
-    settings = strict_yaml.build(Settings, document, "settings")
+    settings = strict_yaml.build(Settings, report["meta"]["settings"], "settings")
     results = Results.open(out)
-    assert results.holds(settings, None, STUDY) and not results.holds(settings, None)
+    assert results.holds(settings, None, study=STUDY) and not results.holds(settings, None)
 
 
 @pytest.mark.parametrize(
@@ -61,31 +57,26 @@ def test_whole_group_bytes() -> None:
     # two adds up outputs: one token's row of 16 bytes to the peer, and one sum back.
     chosen = routing_map((0, 4), (4,))
     forward = whole_group_traffic(SPLIT, chosen, HIDDEN, DTYPE_BYTES, False)
-    assert forward == Traffic(inter_bytes=72, intra_bytes=32)
+    assert forward == (72, 32)
     # Backward adds up the gradients of one token's 8 probabilities, too.
     both = whole_group_traffic(SPLIT, chosen, HIDDEN, DTYPE_BYTES, True)
-    assert both == Traffic(inter_bytes=144, intra_bytes=2 * 32 + 2 * 32)
+    assert both == (144, 2 * 32 + 2 * 32)
 
 
 def test_ablation_steps_by_hand() -> None:
     chain = "alltoall_allgather"
     stock = {"dispatcher": "megatron", "chain": "alltoall", "num_chunks": 1}
     rows = [
-        row(**stock, requested="alltoall", median_ms=70.0),
-        row(**stock, requested="alltoall", median_ms=80.0),
-        row(chain=chain, num_chunks=1, requested=chain, median_ms=40.0),
-        row(chain=chain, num_chunks=2, requested=chain, median_ms=16.0),
-        row(chain=chain, num_chunks=4, requested=chain, median_ms=20.0),
-        row(chain=chain, num_chunks=4, requested=chain, median_ms=10.0),
+        row(**stock, median_ms=70.0),
+        row(**stock, median_ms=80.0),
+        row(chain=chain, num_chunks=1, median_ms=40.0),
+        row(chain=chain, num_chunks=2, median_ms=16.0),
+        row(chain=chain, num_chunks=4, median_ms=20.0),
+        row(chain=chain, num_chunks=4, median_ms=10.0),
     ]
-    rows = steps_of(rows)
-    assert [with_step.step for with_step in rows] == [None, 0, 1, None, 3, 2]
     steps = ablation_steps(rows)
+    # Step 2 exists in the ablation alone, so step 4 does not take it although it is the fastest.
     assert [step.median_ms for step in steps] == [80, 40, 10, 20, 16]
+    assert [step.num_chunks for step in steps] == [1, 1, 4, 4, 2]
     assert [step.gain for step in steps] == [1, 2, 4, 0.5, 1.25]
     assert [step.gain_over_step_0 for step in steps] == [1, 2, 8, 4, 5]
-    # Step 2 exists in the ablation alone, so step 4 does not take it although it is the fastest.
-    assert (steps[-1].num_chunks, steps[-1].chosen_by) == (2, "measurement")
-    planned = [dataclasses.replace(old, chosen=old.step == 3) for old in rows]
-    last = ablation_steps(planned)[-1]
-    assert (last.num_chunks, last.chosen_by) == (4, "planner")

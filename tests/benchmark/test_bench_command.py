@@ -13,14 +13,15 @@ from monta_megatron.chains import CHAINS
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
 SMALL = "--experts 8 --top-k 3 --hidden 32 --tokens 40 --repeats 2 --warmup 1 --ranks-per-node 2"
+# Scripts rely on these names.
 ROW_FIELDS = {
-    **dict.fromkeys(("requested", "dispatcher", "chain", "scope", "phase", "routing"), str),
+    **dict.fromkeys(("dispatcher", "chain", "scope", "phase", "routing"), str),
     **dict.fromkeys(("num_chunks", "tokens", "top_k", "inter_bytes", "intra_bytes"), int),
     **dict.fromkeys(("tp", "ep", "etp"), int),
-    **dict.fromkeys(("inter_mbit", "nic_bytes", "pct_of_limit"), type(None)),
+    **dict.fromkeys(("inter_mbit", "pct_of_limit", "predicted_ms"), type(None)),
     **dict.fromkeys(("median_ms", "p10_ms", "p90_ms", "ratio_to_alltoall"), float),
-    "predicted_ms": (float, type(None)),
     "chosen": bool,
+    "experts_pipelined": (bool, type(None)),
 }
 
 
@@ -49,70 +50,56 @@ def test_experts_in_the_pipeline_are_rows_of_the_layer(ranks: ForkedRanks) -> No
     # The same bytes, and the timer's 20 ms in each direction.
     for name in ("inter_bytes", "intra_bytes"):
         assert split[name] == whole[name] > 0
-    assert split["expert_ms"] == whole["expert_ms"] == 20
     assert min(split["median_ms"], whole["median_ms"]) > 0.8 * 40
-    assert {row["expert_ms"] for key, row in rows.items() if key[0] == "exchange"} == {None}
 
 
 def test_auto_may_split_the_experts(ranks: ForkedRanks) -> None:
     flags = "--num-chunks 2 --chains auto --stock alltoall --phase forward_backward"
     report = bench(ranks, f"{SMALL} {flags} --layer --overlap-experts --expert-ms 20")
-    exchange, alone, overlapped = (row for row in report["rows"] if row["requested"] == "auto")
+    exchange, alone, overlapped = (row for row in report["rows"] if row["chosen"])
     assert [row["scope"] for row in (exchange, alone, overlapped)] == ["exchange", *["layer"] * 2]
     assert alone["experts_pipelined"] is False
     assert isinstance(overlapped["experts_pipelined"], bool)
 
 
-def test_report_holds_every_chain_and_field(ranks: ForkedRanks, tmp_path: Path) -> None:
-    report = bench(ranks, f"{SMALL} --num-chunks 1,3 --layer --plot {tmp_path}")
+def test_report_holds_every_chain_and_field(ranks: ForkedRanks) -> None:
+    report = bench(ranks, f"{SMALL} --num-chunks 1,3 --layer --phase forward,forward_backward")
     meta, rows = report["meta"], report["rows"]
+    assert set(report) == {"meta", "rows"}
     assert set(meta["versions"]) >= {"monta-megatron", "megatron-core", "torch", "python"}
     assert meta["machine"]["cores"] == os.cpu_count()
     assert meta["command"].startswith("monta bench --experts 8")
-    assert meta["layout"] == {
-        "world_size": 4,
-        "nodes": 2,
-        "ranks_per_node": 2,
-        "tp": 1,
-        "ep": 4,
-        "etp": 1,
-    }
-    assert (meta["seed"], meta["repeats"], meta["skipped"]) == (1, 2, {})
+    assert (meta["nodes"], meta["skipped"]) == ([0, 0, 1, 1], {})
+    assert (meta["settings"]["ep"], meta["settings"]["repeats"]) == (4, 2)
 
     for row in rows:
+        assert set(row) == set(ROW_FIELDS)
         for field, kind in ROW_FIELDS.items():
             assert isinstance(row[field], kind), (field, row[field])
         assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
-        assert row["ratio_low"] <= row["ratio_to_alltoall"] <= row["ratio_high"]
     keys = {
         (row["dispatcher"], row["chain"], row["num_chunks"], row["scope"], row["phase"])
         for row in rows
-        if row["requested"] != "auto"
+        if not row["chosen"]
     }
     # Two of stock's, alltoall in one chunk, five chains in 1 and 3; two scopes, two phases.
     assert len(keys) == (2 + 1 + 5 * 2) * 2 * 2
-    autos = [row for row in rows if row["requested"] == "auto"]
+    autos = [row for row in rows if row["chosen"]]
     assert len(autos) == 2 * 2 == len(rows) - len(keys)
-    assert all(row["chosen"] and row["chain"] in CHAINS for row in autos)
+    assert all(row["chain"] in CHAINS for row in autos)
 
     by_key = {
-        (row["dispatcher"], row["requested"], row["num_chunks"], row["phase"]): row for row in rows
+        (row["dispatcher"], row["chain"], row["num_chunks"], row["phase"]): row for row in rows
     }
     for phase in ("forward", "forward_backward"):
         stock = by_key["megatron", "alltoall", 1, phase]
         assert stock["ratio_to_alltoall"] == 1.0
         # Counted from the routing, and by the executor as it sent the same rows.
         ours = by_key["monta", "alltoall", 1, phase]
-        assert (stock["inter_bytes"], stock["intra_bytes"]) == (
-            ours["inter_bytes"],
-            ours["intra_bytes"],
-        )
-        assert (
-            by_key["monta", "hierarchical_alltoall", 3, phase]["inter_bytes"]
-            < (stock["inter_bytes"])
-        )
-    for scope in ("exchange", "layer"):
-        assert (tmp_path / f"{scope}.png").read_bytes().startswith(b"\x89PNG")
+        for name in ("inter_bytes", "intra_bytes"):
+            assert stock[name] == ours[name]
+        hierarchical = by_key["monta", "hierarchical_alltoall", 3, phase]
+        assert hierarchical["inter_bytes"] < stock["inter_bytes"]
 
 
 def test_auto_is_timed_after_its_tuning(ranks: ForkedRanks) -> None:
@@ -124,10 +111,10 @@ def test_auto_is_timed_after_its_tuning(ranks: ForkedRanks) -> None:
     assert result.returncode == 0, result.stderr
     (tuned,) = [line for line in result.stderr.splitlines() if " wins with " in line]
     rows = [row for row in json.loads(result.stdout)["rows"] if row["dispatcher"] == "monta"]
-    (auto,) = [row for row in rows if row["requested"] == "auto"]
+    (auto,) = [row for row in rows if row["chosen"]]
     # The log's winner is the row that was timed.
     assert f": {auto['chain']} in {auto['num_chunks']} chunk wins with " in tuned
-    assert auto["chosen"] and len(auto["repeats_ms"]) == 2
+    assert auto["predicted_ms"] > 0
 
 
 def test_wrong_results_stop_it_before_anything_is_timed(ranks: ForkedRanks) -> None:
@@ -149,9 +136,7 @@ def test_messages_through_the_host_give_the_same_bits(ranks: ForkedRanks, layout
     result = ranks.run(script, *f"{SMALL} {layout} --num-chunks 1,3 --repeats 1".split(), "--json")
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    assert report["settings"]["transport"] == "gloo"
     assert set(CHAINS) - set(report["meta"]["skipped"]) <= {row["chain"] for row in report["rows"]}
-    assert result.stderr.count("proves no order of streams") == 1
     assert "copied: all_gather" in result.stderr and "all_to_all_single" in result.stderr
 
 
@@ -164,11 +149,11 @@ def test_refused_chain_asked_for_by_name_is_one_line(ranks: ForkedRanks) -> None
     assert "alltoall_dedup cannot run here: expert_tensor_parallel_size is 2" in lines[0]
 
 
-def test_cluster_of_other_nodes_is_one_line(ranks: ForkedRanks, tmp_path: Path) -> None:
+def test_nodes_are_the_launchs_whatever_the_cluster_file_has(
+    ranks: ForkedRanks, tmp_path: Path
+) -> None:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(CLUSTER.read_text().replace("per_node: 8", "per_node: 1"))
-    flags = SMALL.replace("--ranks-per-node 2", f"--cluster {cluster}")
-    result = ranks.run(*MONTA_BENCH, *flags.split())
-    assert result.returncode == 2
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("monta bench: ")]
-    assert "--cluster: got one of 1 rank per node, must have 4 as this launch" in line
+    flags = SMALL.replace("--ranks-per-node 2", f"--cluster {cluster} --chains alltoall")
+    report = bench(ranks, f"{flags} --stock alltoall")
+    assert [row["inter_bytes"] for row in report["rows"]] == [0, 0]

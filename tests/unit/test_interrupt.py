@@ -17,12 +17,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
 MONTA = ["-m", "monta_megatron.cli"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *MONTA]
 BENCH = "bench --experts 4 --top-k 2 --hidden 64 --tokens 64 --repeats 100000"
+# A launcher, such as torchrun or srun, whose status is that of its ranks.
+TWO_RANKS = """\
+import os, signal, subprocess, sys
+
+signal.signal(signal.SIGINT, lambda *_: None)
+ranks = [
+    subprocess.Popen([sys.executable, *sys.argv[1:]], env=os.environ | dict.fromkeys(
+        ("RANK", "LOCAL_RANK"), rank))
+    for rank in "01"
+]
+statuses = {rank.wait() for rank in ranks}
+sys.exit(statuses.pop() if len(statuses) == 1 else f"statuses {statuses}")
+"""
 # Ranking takes seconds, most of them behind this much of the processor's time.
 RANKING_S = 0.8
 LIMIT_S = 120.0
@@ -111,13 +125,22 @@ def test_calibrate(tmp_path: Path) -> None:
     assert said(stderr, "calibrate") == ["monta calibrate: interrupted"]
 
 
-def test_bench(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["checks of", "repeats"])
+def test_bench(tmp_path: Path, moment: str) -> None:
     stderr = tmp_path / "stderr"
-    with started([*TORCHRUN, *BENCH.split()], tmp_path, MONTA_CPU_RANKS="1") as (process, mark):
-        wait_for(process, lambda: "monta bench: " in stderr.read_text(), stderr)
-        assert interrupt(process, os.kill, mark) != 0
+    (port,) = free_ports(1)
+    words = ["-c", TWO_RANKS, *MONTA, *BENCH.split()]
+    launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    with started(words, tmp_path, MONTA_CPU_RANKS="1", MASTER_ADDR="127.0.0.1", **launch) as (
+        process,
+        mark,
+    ):
+        wait_for(process, lambda: moment in stderr.read_text(), stderr)
+        assert interrupt(process, os.killpg, mark) == 130
     assert (tmp_path / "stdout").read_text() == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
     assert said(stderr, "bench") == ["monta bench: interrupted"]
+    assert "Traceback" not in stderr.read_text()
 
 
 def said(stderr: Path, command: str) -> list[str]:

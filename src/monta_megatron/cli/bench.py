@@ -2,16 +2,19 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from monta_megatron.cli.parser import add_json, only_the_report
-from monta_megatron.common.tables import Progress, tell
-from monta_megatron.tools.bench.flags import FLAGS, Flag
+from monta_megatron.common.first_rank import is_first_rank
+from monta_megatron.common.tables import Progress, print_report
+from monta_megatron.tools.bench.settings import FLAGS, Flag, Settings, parse_settings
 
 if TYPE_CHECKING:
-    from monta_megatron.tools.bench.settings import BenchPoint, Settings
+    from monta_megatron.planner.cluster import Cluster
+    from monta_megatron.tools.bench.report import Report
+
+T = TypeVar("T")
 
 EXAMPLE = """\
 examples, on 4 CPU ranks that stand for 2 nodes:
@@ -22,11 +25,6 @@ examples, on 4 CPU ranks that stand for 2 nodes:
       --hidden 1024 --tokens 512 --json
 many points and their tables: benchmarks/sweep.py in the repository
 """
-
-THROUGH_HOST = (
-    "messages go through the host by Gloo: this checks bits, packing and autograd, proves no order "
-    "of streams, and its times say nothing of NCCL"
-)
 
 
 def add_parser(commands: Any) -> None:
@@ -46,13 +44,12 @@ def add_flags(parser: Any, flags: Mapping[str, Flag]) -> None:
     """Add flags to a parser, or to a group of one; their values stay texts."""
     for name, flag in flags.items():
         default = "" if flag.default is None else f" (default: {flag.default})"
-        parser.add_argument(f"--{name}", metavar=flag.metavar, help=flag.help + default)
+        parser.add_argument(f"--{name}", help=flag.help + default)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of a benchmark."""
     add_flags(parser, FLAGS)
-    parser.add_argument("--plot", metavar="DIR", help="draw the results there; needs matplotlib")
     parser.add_argument("--layer", action="store_true", help="time the layer with its experts too")
     parser.add_argument(
         "--overlap-experts",
@@ -70,81 +67,55 @@ def check(parsed: argparse.Namespace, world_size: int) -> None:
     """
     from monta_megatron.planner.cluster_file import load_cluster
 
-    _settings(parsed, world_size)
+    parse_settings(vars(parsed), world_size)
     if parsed.cluster is not None:
         load_cluster(parsed.cluster)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run on this rank; the first rank prints. Exit status 1 if results differ from stock's."""
-    from monta_megatron.common.ranks import run_as_rank
+    from monta_megatron.common.ranks import find_this_rank, run_as_rank
 
-    return run_as_rank(lambda: _run(parsed))
+    def measure() -> int:
+        settings = parse_settings(vars(parsed), find_this_rank("bench").world_size)
 
+        def report_point(cluster: "Cluster | None", progress: Progress) -> "Report":
+            from monta_megatron.tools.bench.point import measure_point
 
-def _run(parsed: argparse.Namespace) -> int:
-    from monta_megatron.common.ranks import find_this_rank
-    from monta_megatron.tools.bench.report import print_report
-    from monta_megatron.tools.bench.settings import BenchPoint
-    from monta_megatron.tools.pictures import check_can_plot
+            return measure_point(settings, cluster, progress)
 
-    this_rank = find_this_rank("bench")
-    points = [BenchPoint("headline", _settings(parsed, this_rank.world_size))]
-    if this_rank.rank == 0:
-        check_can_plot(parsed.plot)
-    reports: list[dict[str, Any]] = []
-    status = measure(points, reports.append)
-    if this_rank.rank == 0 and status == 0:
-        print_report(reports[0], parsed.json)
-        if parsed.plot is not None:
-            from monta_megatron.tools.bench.report import plot_report
+        report = measured(settings, report_point)
+        if report is not None and is_first_rank():
+            print_report(report, parsed.json)
+        return int(report is None)
 
-            for path in plot_report(reports[0], Path(parsed.plot)):
-                tell("bench", f"drew {path}")
-    return status
+    return run_as_rank(measure)
 
 
-def measure(
-    points: "Sequence[BenchPoint]", keep: Callable[[dict[str, Any]], None], **options: Any
-) -> int:
-    """Measure points on this rank.
+def measured(settings: Settings, measure: "Callable[[Cluster | None, Progress], T]") -> "T | None":
+    """Join the launch on this rank, and measure.
 
     Args:
-        points: with the same flags of the launch.
-        keep: called with each report, on every rank.
-        options: of `point.run_benchmarks`.
+        settings: of the launch.
+        measure: called on every rank with the cluster of --cluster and this rank's progress.
 
     Returns:
-        The exit status: 1 if results differ from stock's, which the first rank prints.
+        The result; None if results differ from stock's, which the first rank prints.
     """
     from monta_megatron.common.ranks import find_this_rank
-    from monta_megatron.planner.cluster_file import load_cluster, with_inter_rate
+    from monta_megatron.planner.cluster_file import load_cluster
+    from monta_megatron.tools.joined_ranks import join
 
-    settings, this_rank = points[0].settings, find_this_rank("bench")
+    this_rank = find_this_rank("bench")
+    is_first = this_rank.rank == 0
     cluster = None if settings.cluster is None else load_cluster(settings.cluster)
-    if cluster is not None and settings.inter_rate_ratio != 1:
-        cluster = with_inter_rate(cluster, settings.inter_rate_ratio)
-    if settings.transport == "gloo":
-        from monta_megatron.emulation.gloo_collectives import install_for_device
-
-        install_for_device()
-        if this_rank.rank == 0:
-            tell("bench", THROUGH_HOST)
     with only_the_report():
-        from monta_megatron.tools.bench.point import MismatchError, run_benchmarks
+        from monta_megatron.tools.bench.point import MismatchError
 
+        join(this_rank.local_rank)
         try:
-            progress = Progress("bench" if this_rank.rank == 0 else None)
-            for report in run_benchmarks(points, this_rank, cluster, progress, **options):
-                keep(report)
+            return measure(cluster, Progress("bench" if is_first else None))
         except MismatchError as error:
-            if this_rank.rank == 0:
+            if is_first:
                 print(f"monta bench: results differ, nothing was timed\n{error}", file=sys.stderr)
-            return 1
-    return 0
-
-
-def _settings(parsed: argparse.Namespace, world_size: int) -> "Settings":
-    from monta_megatron.tools.bench.settings import parse_settings
-
-    return parse_settings(vars(parsed), world_size)
+            return None

@@ -1,7 +1,6 @@
 """`monta timeline`: overlap of a pass, recorded or predicted, as a picture and a trace."""
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import whole
 from monta_megatron.common.tables import Progress, print_report, tell
 from monta_megatron.common.text import same_name
-from monta_megatron.tools.bench.flags import FLAGS
+from monta_megatron.tools.bench.settings import FLAGS
 
 if TYPE_CHECKING:
     from monta_megatron.chains import Chain
@@ -34,10 +33,8 @@ examples:
 # Flags of `monta bench`, beside those that all three ways take.
 RECORD_FLAGS = {
     **{name: FLAGS[name] for name in ("experts", "top-k", "hidden", "dtype")},
-    "repeats": replace(
-        FLAGS["repeats"], help="passes, of which that of median time is kept", default="5"
-    ),
-    "warmup": replace(FLAGS["warmup"], help="passes before that"),
+    "repeats": FLAGS["repeats"]._replace(help="passes, of which that of median time is kept"),
+    "warmup": FLAGS["warmup"]._replace(help="passes before that"),
     "seed": FLAGS["seed"],
 }
 
@@ -161,7 +158,6 @@ def _record(parsed: argparse.Namespace) -> "Drawing | None":
     given = _chain(parsed)
     this_rank = find_this_rank("timeline --record")
     flags = {**vars(parsed), "stock": "alltoall", "chains": "auto", "num_chunks": None}
-    flags["repeats"] = parsed.repeats or RECORD_FLAGS["repeats"].default
     if given is not None:
         chain, num_chunks = given
         flags |= {"chains": chain.name, "num_chunks": str(num_chunks)}

@@ -97,7 +97,7 @@ DTYPE_BYTES: dict[str, int] = {
     "fp16": 2,
 }
 # Of tokens that are drawn: `tools.bench.traffic.routing_map` says how.
-ROUTINGS = ("uniform", "skewed", "node-limited")
+ROUTINGS = ("uniform", "skewed")
 
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

@@ -3,26 +3,24 @@
 Notation: T = tokens of a rank, H = hidden size, E = experts, N = rows for the local experts.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.common.flags import DTYPE_BYTES
+from monta_megatron.common.nodes import consecutive_nodes
 from monta_megatron.core import Layout
+from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.pipeline import Experts
+from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.tools.bench import traffic
-from monta_megatron.tools.bench.layer import (
-    TimedExperts,
-    monta_dispatcher,
-    stock_dispatcher,
-)
+from monta_megatron.tools.bench.layer import STOCK_DISPATCHERS, TimedExperts, build_dispatcher
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.traffic import Traffic, routing_map
+from monta_megatron.tools.bench.traffic import STOCK_TRAFFIC, routing_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,29 +40,22 @@ class Batch:
     output_gradient: torch.Tensor
 
 
-def make_batch(settings: Settings, layout: Layout, rank: int, device: torch.device) -> Batch:
-    """The batch of a rank of the launch: this one, or another whose tokens this one sends too."""
+def make_batch(settings: Settings, rank: int, device: torch.device) -> Batch:
+    """The batch of any rank of the launch."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + rank)
-    dtype = getattr(torch, settings.dtype)
-
-    def normal() -> torch.Tensor:
-        rows = torch.randn(settings.tokens, 1, settings.hidden, generator=generator)
-        return rows.to(device, dtype)
-
-    shape = (settings.tokens, settings.num_experts)
-    weights = torch.rand(shape, generator=generator).to(device)
-    hidden, output_gradient = normal(), normal()
-    chosen = torch.tensor(routing_map(settings, layout, rank), device=device)
-    chosen_weights = weights * chosen
-    return Batch(
-        hidden=hidden,
-        routing_map=chosen,
-        probs=chosen_weights / chosen_weights.sum(dim=1, keepdim=True),
-        output_gradient=output_gradient,
+    weights = torch.rand(settings.tokens, settings.experts, generator=generator)
+    hidden, output_gradient = (
+        torch.randn(settings.tokens, 1, settings.hidden, generator=generator) for _ in range(2)
     )
-
-
-STOCK_TRAFFIC = {"alltoall": traffic.stock_alltoall, "allgather": traffic.stock_allgather}
+    chosen = torch.tensor(routing_map(settings, rank))
+    weights *= chosen
+    dtype = getattr(torch, settings.dtype)
+    return Batch(
+        hidden=hidden.to(device, dtype),
+        routing_map=chosen.to(device),
+        probs=(weights / weights.sum(dim=1, keepdim=True)).to(device),
+        output_gradient=output_gradient.to(device, dtype),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +67,19 @@ class BenchCandidate:
         requested: stock's dispatcher or our chain, as asked for; "auto" where the planner chooses.
         dispatcher: an object with Megatron's six phases.
         batch: its inputs.
-        tokens_here: where this rank's tokens lie in them.
+        tokens_here: position of this rank's tokens in them.
         overlaps: whether the experts may run inside its pipeline.
-        traffic: called with whether to include backward, gives the bytes that this rank's tokens
-            cause; None where the dispatcher counts what it sends.
+        traffic: called with whether to include backward, gives the bytes between nodes and inside
+            them that this rank's tokens cause; None where the dispatcher counts what it sends.
     """
 
     kind: Literal["megatron", "monta"]
     requested: str
     dispatcher: Any
     batch: Batch
-    tokens_here: slice = field(default_factory=lambda: slice(None))
+    tokens_here: slice = slice(None)
     overlaps: bool = False
-    traffic: Callable[[bool], Traffic] | None = None
+    traffic: Callable[[bool], tuple[int, int]] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -99,141 +90,122 @@ class BenchCandidate:
         return choice.chain, choice.num_chunks
 
     @property
-    def name(self) -> str:
-        """The name used in messages."""
-        chain, num_chunks = self.key
-        return f"{self.kind} {chain} x{num_chunks}{' with experts' * self.experts_pipelined}"
-
-    @property
     def experts_pipelined(self) -> bool:
         """Whether the experts run inside its pipeline; for "auto", known only after a run."""
         return self.overlaps and bool(self.dispatcher.choice.splits_experts)
-
-    @property
-    def rows(self) -> Literal["permuted tokens", "tokens"]:
-        """Kind of our chain's rows."""
-        return CHAINS[self.dispatcher.choice.chain].rows
 
     @property
     def is_auto(self) -> bool:
         """Whether the planner and trials choose."""
         return self.kind == "monta" and self.requested == AUTO
 
-    @property
-    def is_baseline(self) -> bool:
-        """Whether the others may be compared with this one; the first that is so is taken."""
-        return self.kind == "megatron" and self.requested == "alltoall"
+    def clear_sent_bytes(self) -> None:
+        """Count from here on."""
+        if self.traffic is None:
+            self.dispatcher.monitor.bytes_sent.clear()
 
-
-# The type of `build_candidates`.
-Build: TypeAlias = Callable[
-    [Settings, Cluster | None, Layout, Batch], tuple[list[BenchCandidate], dict[str, str]]
-]
+    def sent_bytes(self, backward: bool, num_runs: int) -> tuple[int, int]:
+        """Payload of one of its runs between nodes and inside them, to be summed over ranks."""
+        if self.traffic is not None:
+            return self.traffic(backward)
+        sent = self.dispatcher.monitor.bytes_by_resource()
+        return sent["inter"] // num_runs, sent["intra"] // num_runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passed:
-    """Outputs of the dispatcher at both ends.
+class Bench:
+    """An exchange, its data, and the dispatchers on them, as this rank sees them.
 
     Attributes:
-        expert_rows: [N, H]; here and in the next two, something else where experts overlap.
-        tokens_per_expert: rows of each local expert.
-        row_probs: [N].
-        output: [T, 1, H].
-        input_gradient: [T, 1, H], or None without backward.
-        probs_gradient: [T, E], likewise.
+        settings: of the benchmark.
+        cluster: costs for predictions, or None.
+        emulated: the emulated cluster that it runs on, or None.
+        nodes: node of every rank of the launch.
+        layout: of the exchange.
+        batch: this rank's data.
+        candidates: stock's dispatchers, alltoall first, then ours.
+        skipped: by name, why chains were left out.
     """
 
-    expert_rows: torch.Tensor
-    tokens_per_expert: torch.Tensor
-    row_probs: torch.Tensor
-    output: torch.Tensor
-    input_gradient: torch.Tensor | None
-    probs_gradient: torch.Tensor | None
+    settings: Settings
+    cluster: Cluster | None
+    emulated: EmulatedCluster | None
+    nodes: tuple[int, ...]
+    layout: Layout
+    batch: Batch
+    candidates: Sequence[BenchCandidate] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def costs(self) -> Cluster | None:
+        """The costs by which `auto` chooses: a guess where nothing is predicted for lack of any."""
+        if self.cluster is None and self.emulated is not None:
+            return default_costs(self.emulated)
+        return self.cluster
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Consecutive ranks on each node of the launch; None where nodes are uneven."""
+        number = self.nodes.count(self.nodes[0])
+        is_even = consecutive_nodes(range(len(self.nodes)), number) == self.nodes
+        return number if is_even else None
 
 
-def stock_candidate(settings: Settings, layout: Layout, batch: Batch, name: str) -> BenchCandidate:
-    """One of Megatron's dispatchers."""
-
-    def traffic_of(backward: bool) -> Traffic:
-        routing_map = batch.routing_map.cpu().numpy()
-        dtype_bytes = DTYPE_BYTES[settings.dtype]
-        return STOCK_TRAFFIC[name](layout, routing_map, settings.hidden, dtype_bytes, backward)
-
-    return BenchCandidate(
-        kind="megatron",
-        requested=name,
-        dispatcher=stock_dispatcher(settings, name),
-        batch=batch,
-        traffic=traffic_of,
-    )
-
-
-def build_candidates(
-    settings: Settings, cluster: Cluster | None, layout: Layout, batch: Batch
-) -> tuple[list[BenchCandidate], dict[str, str]]:
-    """Stock's dispatchers, then ours, chain by chain.
-
-    Returns:
-        The candidates, and by name why a chain was left out, if chains were not asked for by name.
+def with_candidates(bench: Bench) -> Bench:
+    """Add stock's dispatchers, then ours, then ours with experts inside.
 
     Raises:
         ValueError: a chain that was asked for by name cannot run here.
     """
-    candidates = [stock_candidate(settings, layout, batch, name) for name in settings.stock]
-    left_out: dict[str, str] = {}
-    for name in settings.chains:
-        for num_chunks in _numbers_of_chunks(name, settings):
-            try:
-                dispatcher = build_dispatcher(settings, cluster, name, num_chunks)
-            except ValueError as error:
-                if not settings.skip_incompatible:
-                    raise
-                left_out[name] = str(error)
-                break
-            candidates.append(
-                BenchCandidate(kind="monta", requested=name, dispatcher=dispatcher, batch=batch)
-            )
-    candidates += [
-        BenchCandidate(
-            kind="monta",
-            requested=name,
-            dispatcher=build_dispatcher(settings, cluster, name, num_chunks, overlap_experts=True),
-            batch=batch,
-            overlaps=True,
-        )
-        for name, num_chunks in settings.overlap_keys
-        if name not in left_out
-    ]
-    return candidates, left_out
+    settings = bench.settings
+    candidates = [stock_candidate(bench, name) for name in settings.stock]
+    skipped: dict[str, str] = {}
+    for key in settings.pipelines:
+        try:
+            candidates.append(monta_candidate(bench, *key))
+        except ValueError as error:
+            if not settings.skip_incompatible:
+                raise
+            skipped[key[0]] = str(error)
+    return replace(bench, candidates=candidates, skipped=skipped)
 
 
-def build_dispatcher(
-    settings: Settings, cluster: Cluster | None, chain: str, num_chunks: int | None, **options: Any
-) -> Any:
-    """Our dispatcher, with the benchmark's nodes and costs, and more options.
+def stock_candidate(bench: Bench, name: str) -> BenchCandidate:
+    """One of Megatron's dispatchers."""
+    settings, map_TE = bench.settings, bench.batch.routing_map.cpu().numpy()
+    value_bytes = DTYPE_BYTES[settings.dtype]
+    return BenchCandidate(
+        kind="megatron",
+        requested=name,
+        dispatcher=build_dispatcher(STOCK_DISPATCHERS[name], settings),
+        batch=bench.batch,
+        traffic=partial(STOCK_TRAFFIC[name], bench.layout, map_TE, settings.hidden, value_bytes),
+    )
+
+
+def monta_candidate(
+    bench: Bench, chain: str, num_chunks: int | None, overlaps: bool = False
+) -> BenchCandidate:
+    """Our dispatcher, with the benchmark's nodes and costs.
 
     Raises:
         ValueError: the chain cannot run here.
     """
-    return monta_dispatcher(
-        settings,
+    dispatcher = build_dispatcher(
+        MontaTokenDispatcher,
+        bench.settings,
         chain=chain,
         num_chunks=num_chunks,
-        ranks_per_node=settings.ranks_per_node,
-        cluster=cluster,
-        tune_steps=settings.tune_steps if chain == AUTO and not options else 0,
+        ranks_per_node=bench.ranks_per_node,
+        cluster=bench.costs,
+        tune_steps=bench.settings.tune_steps if chain == AUTO and not overlaps else 0,
         # The benchmark compares more, see `measure`.
         check=0,
-        **options,
+        overlap_experts=overlaps or None,
     )
-
-
-def _numbers_of_chunks(chain: str, settings: Settings) -> tuple[int | None, ...]:
-    """The numbers of chunks to run a chain with; None where the planner chooses."""
-    if chain == AUTO:
-        return (None,)
-    return (1,) if CHAINS[chain].serial else settings.num_chunks
+    return BenchCandidate(
+        kind="monta", requested=chain, dispatcher=dispatcher, batch=bench.batch, overlaps=overlaps
+    )
 
 
 def identity_experts(
@@ -243,23 +215,29 @@ def identity_experts(
     return rows
 
 
-def run_candidate(candidate: BenchCandidate, experts: Experts, backward: bool) -> Passed:
+def run_candidate(candidate: BenchCandidate, experts: Experts, backward: bool) -> dict[str, Any]:
     """One pass of the layer's exchange: dispatch, experts, combine, and optionally backward.
 
     The gradient of the probabilities comes from the experts. `identity_experts` give none, so ones
     stand in for it, and the backward pass carries what it carries in training.
+
+    Returns:
+        Results at the experts and at the tokens, by name.
     """
     dispatcher, batch = candidate.dispatcher, candidate.batch
     hidden = batch.hidden.detach().requires_grad_()
     probs = batch.probs.detach().requires_grad_()
+    results: dict[str, Any] = {}
 
     rows, row_probs = dispatcher.dispatch_preprocess(hidden, batch.routing_map, probs)
     rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
-    tokens_per_expert = torch.empty(0)
     if candidate.overlaps and dispatcher.computes:
         sums = dispatcher.compute(experts, rows, row_probs)
     else:
         rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+        results["rows at the experts"] = rows.detach()
+        results["counts at the experts"] = torch.as_tensor(tokens_per_expert)
+        results["probabilities at the experts"] = row_probs.detach()
         outputs = experts(rows, tokens_per_expert, row_probs)
         if isinstance(experts, TimedExperts):
             outputs = experts.wait(outputs)
@@ -272,25 +250,8 @@ def run_candidate(candidate: BenchCandidate, experts: Experts, backward: bool) -
             roots.append(row_probs)
             gradients.append(torch.ones_like(row_probs))
         torch.autograd.backward(roots, gradients)
-    return Passed(
-        expert_rows=rows.detach(),
-        tokens_per_expert=torch.as_tensor(tokens_per_expert),
-        row_probs=row_probs.detach(),
-        output=output.detach(),
-        input_gradient=hidden.grad,
-        probs_gradient=probs.grad,
-    )
-
-
-def traffic_of_run(candidate: BenchCandidate, backward: bool, num_runs: int) -> Traffic:
-    """Payload per run that this rank's tokens cause, or that it sends: the sums over ranks agree.
-
-    Args:
-        candidate: that ran.
-        backward: whether its runs had a backward pass.
-        num_runs: its runs since its monitor was cleared.
-    """
-    if candidate.traffic is not None:
-        return candidate.traffic(backward)
-    sent = candidate.dispatcher.monitor.bytes_by_resource()
-    return Traffic(inter_bytes=sent["inter"] // num_runs, intra_bytes=sent["intra"] // num_runs)
+    return results | {
+        "outputs": output.detach(),
+        "input gradients": hidden.grad,
+        "gradients of the probabilities": probs.grad,
+    }

@@ -1,136 +1,166 @@
-"""Settings of a benchmark: parsed from text, checked, frozen. No torch."""
+"""Settings of a benchmark, each with its flag: parsed from text, checked, frozen. No torch.
+
+The command line and sweep files take their flags from here. Values stay texts until
+`parse_settings` reads them, so that a bad one gives one line from one rank.
+"""
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from monta_megatron.chains import CHAINS
-from monta_megatron.chains.program import Phase
-from monta_megatron.common.flags import DTYPE_BYTES
-from monta_megatron.integration.options import AUTO
-from monta_megatron.tools.bench.flags import ALL_CHAINS, FLAGS
+from monta_megatron.common.flags import (
+    DTYPE_BYTES,
+    ROUTINGS,
+    listed,
+    name_of,
+    num_tokens,
+    positive,
+    torch_name,
+    whole,
+)
+
+# As in `chains.program`, which `--help` does not import.
+Phase: TypeAlias = Literal["forward", "forward_backward"]
+PHASES, STOCK = get_args(Phase), ("alltoall", "allgather")
+ALL_CHAINS = "all"
+
+
+class Flag(NamedTuple):
+    """A flag with a value.
+
+    Attributes:
+        read: makes the value from a text, as an argparse type does.
+        help: its text.
+        default: the text that is read if none is given; None where it depends on something else.
+    """
+
+    read: Callable[[str], Any]
+    help: str
+    default: str | None = None
+
+
+def _setting(*flag: Any) -> Any:
+    return field(metadata={"flag": Flag(*flag)})
+
+
+def _chains() -> Sequence[str]:
+    from monta_megatron.chains import CHAINS
+    from monta_megatron.integration.options import AUTO
+
+    return (*CHAINS, AUTO, ALL_CHAINS)
+
+
+def _dtype(text: str) -> str:
+    return torch_name(name_of(lambda: DTYPE_BYTES)(text))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """The MoE layer whose exchange is measured.
+class Settings:
+    """One benchmark, resolved; the help texts explain the flags of the same names.
 
     Attributes:
-        num_experts: experts of the layer.
-        topk: experts of each token.
-        hidden: hidden size.
-        ffn_hidden: intermediate size of the experts.
-        dtype: PyTorch's name of the dtype of parameters and rows; probabilities are fp32.
-        tp: tensor parallel size.
-        ep: expert parallel size.
-        etp: expert tensor parallel size.
+        layer: time the layer with its experts too.
+        overlap_experts: include layers with their experts in the pipeline.
+        skip_incompatible: leave out a chain that cannot run on this layout, and report it: where
+            the chains were not asked for by name.
     """
 
-    num_experts: int
-    topk: int
-    hidden: int
-    ffn_hidden: int
-    dtype: str
-    tp: int
-    ep: int
-    etp: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(LayerShape):
-    """One benchmark, resolved.
-
-    Attributes:
-        tokens: tokens of each rank.
-        routing: one of `common.flags.ROUTINGS`.
-        chains: names of our chains, and "auto" for what the planner chooses.
-        skip_incompatible: a chain that cannot run on this layout is left out and reported, instead
-            of being an error; true where the chains were not asked for by name.
-        num_chunks: numbers of chunks; every pipelined chain runs with each.
-        stock: Megatron's dispatchers to compare; "alltoall" is always among them.
-        phases: what is timed.
-        layer: whether the layer with its experts is timed too.
-        overlap_experts: whether layers with their experts in the pipeline are among them.
-        expert_ms: time that stands for the experts, see `layer.TimedExperts`; None for Megatron's.
-        repeats: timed runs of every candidate.
-        warmup: untimed runs of every candidate before those.
-        tune_steps: iterations of tuning, before "auto" is timed.
-        seed: seed of the data.
-        ranks_per_node: ranks joined by the node link, or None where the launcher knows.
-        cluster: file of the costs by which the planner chooses, or None.
-        inter_rate_ratio: this network's rate over the cluster file's; the costs are scaled by it.
-        transport: "nccl", or "gloo" through the host; CPU ranks use Gloo either way.
-        world_size: ranks of the launch.
-    """
-
-    tokens: int
-    routing: str
-    chains: tuple[str, ...]
-    skip_incompatible: bool
-    num_chunks: tuple[int, ...]
-    stock: tuple[str, ...]
-    phases: tuple[Phase, ...]
+    experts: int = _setting(whole(1), "experts of the layer")
+    top_k: int = _setting(whole(1), "experts of each token")
+    hidden: int = _setting(whole(1), "hidden size")
+    tokens: int = _setting(num_tokens(1), "tokens of each rank")
+    dtype: str = _setting(_dtype, "fp32, bf16 or fp16", "fp32")
+    tp: int = _setting(whole(1), "tensor parallel size", "1")
+    ep: int = _setting(whole(1), "expert parallel size (default: all ranks over --etp)")
+    etp: int = _setting(whole(1), "expert tensor parallel size (default: --tp)")
+    routing: str = _setting(name_of(lambda: ROUTINGS), " or ".join(ROUTINGS), "uniform")
+    chains: tuple[str, ...] = _setting(
+        listed(name_of(_chains)),
+        "chains, auto (the planner's pick), or all that can run",
+        ALL_CHAINS,
+    )
+    num_chunks: tuple[int, ...] = _setting(
+        listed(whole(1)), "chunks of each pipelined chain", "1,4"
+    )
+    stock: tuple[str, ...] = _setting(
+        listed(name_of(lambda: STOCK)), "Megatron's dispatchers", ",".join(STOCK)
+    )
+    phase: tuple[Phase, ...] = _setting(
+        listed(name_of(lambda: PHASES)), "phases: " + ", ".join(PHASES), "forward_backward"
+    )
+    ffn_hidden: int = _setting(
+        whole(1), "experts' intermediate size, for --layer (default: --hidden)"
+    )
+    expert_ms: float | None = _setting(
+        positive,
+        "instead of experts, for --layer on CPU ranks: a timer that takes so many ms for the rows "
+        "of a rank, forward and again backward, and no processor",
+    )
+    repeats: int = _setting(whole(1), "timed runs of each", "5")
+    warmup: int = _setting(whole(0), "untimed runs of each before that", "1")
+    tune_steps: int = _setting(
+        whole(0), "iterations in which auto tries its candidates before it is timed", "0"
+    )
+    seed: int = _setting(whole(0), "of the data", "1")
+    ranks_per_node: int | None = _setting(
+        whole(1), "ranks joined by the node link (default: as launched)"
+    )
+    cluster: str | None = _setting(
+        str, "file of the costs by which the planner predicts and chooses"
+    )
     layer: bool
     overlap_experts: bool
-    expert_ms: float | None
-    repeats: int
-    warmup: int
-    tune_steps: int
-    seed: int
-    ranks_per_node: int | None
-    cluster: str | None
-    inter_rate_ratio: float
-    transport: str
-    world_size: int
+    skip_incompatible: bool
 
     @property
-    def overlap_keys(self) -> list[tuple[str, int | None]]:
-        """Chains and numbers of chunks that run with their experts in the pipeline.
+    def pipelines(self) -> list[tuple[str, int | None, bool]]:
+        """Chains to run, their numbers of chunks, and whether their experts run inside.
 
-        "auto", without a number, where the planner chooses whether they do.
+        For "auto" the number is None, and the planner chooses it and whether the experts do.
         """
-        if not self.overlap_experts:
-            return []
-        keys: list[tuple[str, int | None]] = [
-            (name, num_chunks)
-            for name in self.chains
-            for num_chunks in self.num_chunks
-            if name != AUTO and CHAINS[name].rows == "tokens" and num_chunks > 1
-        ]
-        return [*keys, (AUTO, None)] if AUTO in self.chains else keys
+        from monta_megatron.chains import CHAINS
 
-    def crossing_bytes(self, backward: bool) -> int:
-        """Bytes with which a row that crosses does so: dispatch, combine, and their backward."""
-        return (4 if backward else 2) * self.hidden * DTYPE_BYTES[self.dtype]
-
-
-class BenchPoint(NamedTuple):
-    """One benchmark of a launch.
-
-    Attributes:
-        name: in the progress display, such as "tokens 2048, hidden 512".
-        settings: all its settings.
-    """
-
-    name: str
-    settings: Settings
+        keys: list[tuple[str, int | None, bool]] = []
+        for name in self.chains:
+            chain = CHAINS.get(name)
+            serial = chain is not None and chain.serial
+            for num_chunks in (None,) if chain is None else (1,) if serial else self.num_chunks:
+                keys.append((name, num_chunks, False))
+                many = num_chunks is None or num_chunks > 1
+                if self.overlap_experts and many and (chain is None or chain.rows == "tokens"):
+                    keys.append((name, num_chunks, True))
+        return sorted(keys, key=lambda key: key[2])
 
 
-def parse_settings(flags: Mapping[str, Any], world_size: int) -> Settings:
+FLAGS: dict[str, Flag] = {
+    entry.name.replace("_", "-"): entry.metadata["flag"]
+    for entry in fields(Settings)
+    if entry.metadata
+}
+
+
+def parse_settings(texts: Mapping[str, Any], world_size: int) -> Settings:
     """Check the flags of the command line against each other and against the launch.
 
     Args:
-        flags: their texts by name, with underscores; None where not given.
+        texts: flags by name, with underscores; None where not given.
         world_size: ranks of the launch.
 
     Raises:
         ValueError: a flag is wrong; names the flag, the value and the rule.
     """
-    given = _read(flags)
-    for name in ("experts", "top_k", "hidden", "tokens"):
-        if given[name] is None:
-            raise ValueError(f"{_flag(name)}: not given, must be an integer >= 1")
+    given: dict[str, Any] = {name: bool(texts.get(name)) for name in ("layer", "overlap_experts")}
+    for name, flag in FLAGS.items():
+        key = name.replace("-", "_")
+        text = flag.default if texts.get(key) is None else str(texts[key])
+        try:
+            given[key] = None if text is None else flag.read(text)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"--{name}: {error}") from error
+    for key in ("experts", "top_k", "hidden", "tokens"):
+        if given[key] is None:
+            raise ValueError(f"--{key.replace('_', '-')}: not given, must be an integer >= 1")
     given["etp"] = given["etp"] or given["tp"]
     given["ep"] = given["ep"] or max(world_size // given["etp"], 1)
     given["ffn_hidden"] = given["ffn_hidden"] or given["hidden"]
@@ -138,70 +168,34 @@ def parse_settings(flags: Mapping[str, Any], world_size: int) -> Settings:
     given["stock"] = tuple(dict.fromkeys(("alltoall", *given["stock"])))
     are_all = ALL_CHAINS in given["chains"]
     if are_all:
-        given["chains"] = (*CHAINS, AUTO)
-    settings = Settings(
-        num_experts=given.pop("experts"),
-        topk=given.pop("top_k"),
-        phases=given.pop("phase"),
-        skip_incompatible=are_all,
-        world_size=world_size,
-        **given,
-    )
-    _check_together(settings)
+        given["chains"] = tuple(name for name in _chains() if name != ALL_CHAINS)
+    settings = Settings(**given, skip_incompatible=are_all)
+    for key, holds, rule in _rules(settings, world_size):
+        if not holds:
+            name = key.replace("_", "-")
+            raise ValueError(f"--{name}: got {getattr(settings, key)}, must {rule}")
     return settings
 
 
-def _read(texts: Mapping[str, Any]) -> dict[str, Any]:
-    """All flags' values, by name as in `texts`; None where neither text nor default gives one."""
-    values: dict[str, Any] = {name: bool(texts.get(name)) for name in ("layer", "overlap_experts")}
-    for name, flag in FLAGS.items():
-        key = name.replace("-", "_")
-        text = flag.default if texts.get(key) is None else str(texts[key])
-        try:
-            values[key] = None if text is None else flag.read(text)
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"--{name}: {error}") from error
-    return values
-
-
-def _check_together(settings: Settings) -> None:
-    """The rules between flags."""
-
-    def rule(holds: bool, name: str, value: int, text: str) -> None:
-        if not holds:
-            raise ValueError(f"{_flag(name)}: got {value}, must be {text}")
-
-    world_size, ep, etp, tp = settings.world_size, settings.ep, settings.etp, settings.tp
-    rule(world_size % tp == 0, "tp", tp, f"a divisor of the {world_size} ranks of this launch")
-    rule(
-        world_size % (ep * etp) == 0,
-        "ep",
-        ep,
-        f"such that ep x etp ({ep} x {etp}) divides the {world_size} ranks of this launch",
-    )
-    num_experts = settings.num_experts
-    rule(num_experts % ep == 0, "experts", num_experts, f"a multiple of --ep ({ep})")
-    rule(settings.topk <= num_experts, "top_k", settings.topk, f"at most --experts ({num_experts})")
-    rule(settings.hidden % tp == 0, "hidden", settings.hidden, f"a multiple of --tp ({tp})")
-    ffn_hidden = settings.ffn_hidden
-    rule(ffn_hidden % etp == 0, "ffn_hidden", ffn_hidden, f"a multiple of --etp ({etp})")
-    if settings.tune_steps and AUTO not in settings.chains:
-        raise ValueError(f"--tune-steps: got {settings.tune_steps}, must come with --chains auto")
-    for name, value in (
-        ("overlap_experts", settings.overlap_experts),
-        ("expert_ms", settings.expert_ms),
-    ):
-        if value and not settings.layer:
-            raise ValueError(f"{_flag(name)}: given, must come with --layer")
-    if settings.overlap_experts and not settings.overlap_keys:
-        raise ValueError(
-            "--overlap-experts: given, must come with auto, or with a chain whose rows are tokens "
-            "and with more than one chunk"
-        )
-    if settings.cluster is None and settings.inter_rate_ratio != 1:
-        ratio = settings.inter_rate_ratio
-        raise ValueError(f"--inter-rate-ratio: got {ratio:g}, must come with --cluster")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _rules(settings: Settings, world_size: int) -> list[tuple[str, bool, str]]:
+    """The rules between flags: a setting's name, whether its rule holds, the rule."""
+    ep, etp, tp, experts = settings.ep, settings.etp, settings.tp, settings.experts
+    layer, ranks = settings.layer, f"the {world_size} ranks of this launch"
+    has_auto = any(num_chunks is None for _, num_chunks, _ in settings.pipelines)
+    has_inside = layer and any(inside for *_, inside in settings.pipelines)
+    inside = "come with --layer, and with auto or a chain of tokens in more than one chunk"
+    return [
+        ("tp", world_size % tp == 0, f"be a divisor of {ranks}"),
+        (
+            "ep",
+            world_size % (ep * etp) == 0,
+            f"be such that ep x etp ({ep} x {etp}) divides {ranks}",
+        ),
+        ("experts", experts % ep == 0, f"be a multiple of --ep ({ep})"),
+        ("top_k", settings.top_k <= experts, f"be at most --experts ({experts})"),
+        ("hidden", settings.hidden % tp == 0, f"be a multiple of --tp ({tp})"),
+        ("ffn_hidden", settings.ffn_hidden % etp == 0, f"be a multiple of --etp ({etp})"),
+        ("tune_steps", has_auto or not settings.tune_steps, "come with --chains auto"),
+        ("expert_ms", layer or settings.expert_ms is None, "come with --layer"),
+        ("overlap_experts", has_inside or not settings.overlap_experts, inside),
+    ]

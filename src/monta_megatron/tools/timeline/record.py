@@ -12,12 +12,16 @@ import torch.distributed as dist
 from monta_megatron.common.ranks import ThisRank
 from monta_megatron.common.tables import Progress
 from monta_megatron.common.units import counted
-from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.recording import spans_of
 from monta_megatron.exchange.step_times import DeviceRecorder, HostRecorder, PassRecord
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.tools.bench.candidates import BenchCandidate, identity_experts, run_candidate
-from monta_megatron.tools.bench.point import Bench, BenchTask, prepare
+from monta_megatron.tools.bench.candidates import (
+    Bench,
+    BenchCandidate,
+    identity_experts,
+    run_candidate,
+)
+from monta_megatron.tools.bench.point import prepare, provenance
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.joined_ranks import join, wait_for_all
 from monta_megatron.tools.timeline.clock import Clock
@@ -43,19 +47,11 @@ def record(
     Raises:
         ValueError: a setting cannot run here.
     """
-    device = join(this_rank.local_rank)
-    task = BenchTask(
-        name="",
-        settings=settings,
-        this_rank=this_rank,
-        cluster=cluster,
-        emulated=EmulatedCluster.from_environment(),
-        progress=progress,
-    )
-    bench = prepare(task, device, makes_groups=True)
+    join(this_rank.local_rank)
+    bench = prepare(settings, cluster)
     candidates = [candidate for candidate in bench.candidates if candidate.kind == "monta"]
     # Step 1: run, with the recorder in place from the first pass on, so that it is warm too.
-    taken = _run(bench, candidates)
+    taken = _run(bench, candidates, progress)
     # Step 2: keep a pass of each.
     clock = Clock()
     recordings = [_kept(bench, *each, clock) for each in zip(candidates, taken, strict=True)]
@@ -63,10 +59,12 @@ def record(
     return kept if dist.get_rank() == 0 else None
 
 
-def _run(bench: Bench, candidates: Sequence[BenchCandidate]) -> list[list[PassRecord]]:
+def _run(
+    bench: Bench, candidates: Sequence[BenchCandidate], progress: Progress
+) -> list[list[PassRecord]]:
     """The passes of each candidate, without those that warm up."""
-    settings, progress = bench.task.settings, bench.task.progress
-    (phase,) = settings.phases
+    settings = bench.settings
+    (phase,) = settings.phase
     recorder = DeviceRecorder() if bench.batch.hidden.is_cuda else HostRecorder()
     num_passes = settings.warmup + settings.repeats
     names = ", ".join(candidate.requested for candidate in candidates)
@@ -92,8 +90,8 @@ def _kept(
 
     It is on the first rank, on all ranks' common clock.
     """
-    settings = bench.task.settings
-    (phase,) = settings.phases
+    settings = bench.settings
+    (phase,) = settings.phase
     times_us = torch.tensor([_time_us(taken_pass) for taken_pass in passes], dtype=torch.float64)
     dist.all_reduce(times_us, op=dist.ReduceOp.MAX)
     middle = passes[int(times_us.argsort()[len(passes) // 2])]
@@ -113,7 +111,7 @@ def _kept(
         settings=settings,
         clock=clock.name,
         clock_error_us=clock.error_us,
-        meta=bench.meta(),
+        meta=provenance(bench),
         ranks=tuple(
             RankRecord(node=node, spans=tuple(span.shifted(-first_us) for span in spans))
             for node, spans in zip(bench.nodes, all_spans, strict=True)
@@ -122,13 +120,13 @@ def _kept(
 
 
 def _title(bench: Bench, chain: str, num_chunks: int) -> str:
-    settings, emulated = bench.task.settings, bench.task.emulated
+    settings, emulated = bench.settings, bench.emulated
     ranks = "GPUs" if bench.batch.hidden.is_cuda else "CPU ranks"
     rate = "" if emulated is None else f" at {emulated.inter_mbit:g} Mbit/s"
     return (
         f"{pipeline_name(chain, num_chunks)}, recorded on {len(bench.nodes)} {ranks} of "
         f"{counted(len(set(bench.nodes)), 'node')}{rate}: TP {settings.tp}, EP {settings.ep}, "
-        f"ETP {settings.etp}, top-{settings.topk} of {settings.num_experts} experts, "
+        f"ETP {settings.etp}, top-{settings.top_k} of {settings.experts} experts, "
         f"{settings.routing} routing, H {settings.hidden}, "
         f"{counted(settings.tokens, 'token')} per rank, {settings.dtype}"
     )

@@ -89,7 +89,7 @@ class Recording:
         layout = Layout(
             ep=settings.ep,
             etp=settings.etp,
-            num_local_experts=settings.num_experts // settings.ep,
+            num_local_experts=settings.experts // settings.ep,
             rank=0,
             nodes=tuple(record.node for record in self.ranks[: settings.ep * settings.etp]),
         )
