@@ -45,6 +45,7 @@ EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron\.cli)"
 KNOWN: dict[str, bool | str] = {
     r"monta plan --log .*": "tests/unit/planner/test_training_log.py",
     r"monta (doctor|plan .*|timeline --model .*)": True,
+    r"monta timeline trace\.json": "tests/timeline/test_recorded.py",
     r"python scripts/launch_budget\.py --ep .*": True,
     r"monta place --(trace trace|apply \w+) .*": "tests/unit/place/test_place_command.py",
     r"monta launch .* --dry-run": "tests/launch/test_run_configs.py",
@@ -52,7 +53,6 @@ KNOWN: dict[str, bool | str] = {
     r"monta compare --config (configs/runs/quickstart|run)\.yaml": "tests/launch/test_compare.py",
     rf"{EMULATE} calibrate .*": "tests/calibration/test_calibrate_command.py",
     rf"{EMULATE} bench .*": "tests/benchmark/test_bench_command.py",
-    rf"{EMULATE} timeline --record .*": "tests/timeline/test_recorded.py",
     r"monta emulate .* -- benchmarks/ablation\.py .*": "tests/benchmark/test_ablation.py",
     r"(monta emulate .* -- |python )benchmarks/sweep\.py .*": "tests/benchmark/test_sweep.py",
     r"(job=\$\()?sbatch .*": "tests/slurm/test_slurm.py",

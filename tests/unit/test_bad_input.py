@@ -51,7 +51,6 @@ CASES = [
     (f"{PLAN} --world-size 1", ["world_size", "got 1", "more ranks"]),
     (f"{PLAN} --ep 8 --tp 8 --seq-length 4100", ["tp: got 8, must divide seq-length", "4100"]),
     (f"{PLAN} --tokens -1", ["--tokens", "'-1'", ">= 1"]),
-    (f"timeline --model {MODEL} --phase forwards", ["--phase", "did you mean forward?"]),
     (f"{PLAN} --inter-rate-ratio 0", ["--inter-rate-ratio", "'0'", "> 0"]),
     ("bench", ["--experts", "not given"]),
     (f"{BENCH} --chains fastest", ["--chains", "'fastest'", "alltoall_dedup"]),
@@ -88,10 +87,12 @@ CASES = [
         f"compare --config {RUN} -- --moe-token-dispatcher-type flex",
         ["--moe-token-dispatcher-type", "must be left out"],
     ),
-    ("timeline", ["RECORDING", "--model", "--record", "none given"]),
-    (f"timeline {MODEL}", ["mixtral_8x7b.yaml"]),
+    ("timeline", ["--model", "not given"]),
+    (f"timeline {MODEL}", ["mixtral_8x7b.yaml", "monta bench --trace"]),
+    (f"timeline {MODEL} --ep 2", ["--ep", "got 2", "left out with TRACE"]),
     (f"timeline --model {MODEL}", ["--cluster", "not given"]),
-    (f"timeline --model {MODEL} --cluster {CLUSTER} --max-ranks 0", ["--max-ranks", "'0'"]),
+    (f"timeline --model {MODEL} --cluster {CLUSTER} --chain alltoal", ["did you mean alltoall?"]),
+    (f"timeline --model {MODEL} --cluster {CLUSTER} --num-chunks 2", ["without --chain"]),
     ("doctor --fix", ["unrecognized", "--fix"]),
 ]
 

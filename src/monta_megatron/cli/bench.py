@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.parser import add_json, only_the_report
+from monta_megatron.common.files import make_folder
 from monta_megatron.common.tables import Progress, tell
 from monta_megatron.tools.bench.flags import FLAGS, Flag
 
@@ -53,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of a benchmark."""
     add_flags(parser, FLAGS)
     parser.add_argument("--plot", metavar="DIR", help="draw the results there; needs matplotlib")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="record a pass of each kind for every row of the exchange, on all ranks: a Chrome "
+        "trace, for https://ui.perfetto.dev and monta timeline",
+    )
     parser.add_argument("--layer", action="store_true", help="time the layer with its experts too")
     parser.add_argument(
         "--overlap-experts",
@@ -92,8 +100,10 @@ def _run(parsed: argparse.Namespace) -> int:
     points = [BenchPoint("headline", _settings(parsed, this_rank.world_size))]
     if this_rank.rank == 0:
         check_can_plot(parsed.plot)
+        if parsed.trace is not None:
+            make_folder(parsed.trace.parent, "--trace")
     reports: list[dict[str, Any]] = []
-    status = measure(points, reports.append)
+    status = measure(points, reports.append, trace=parsed.trace)
     if this_rank.rank == 0 and status == 0:
         print_report(reports[0], parsed.json)
         if parsed.plot is not None:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from monta_megatron.tools.bench.report import (
 from monta_megatron.tools.bench.settings import BenchPoint, Settings
 from monta_megatron.tools.bench.traffic import Traffic, predict
 from monta_megatron.tools.joined_ranks import join, on_first_rank
+from monta_megatron.tools.record import record
 
 # Exchanges of an iteration; a training has more, and layers besides.
 MICRO_BATCHES = 4
@@ -302,6 +304,7 @@ def run_benchmarks(
     progress: Progress,
     is_kept: Callable[[Settings, EmulatedCluster | None], bool] = lambda *_: False,
     build: Build = build_candidates,
+    trace: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Join the launch, then at each point check every candidate and time them side by side.
 
@@ -313,6 +316,7 @@ def run_benchmarks(
         is_kept: whether a point was measured before, on this emulated cluster, and is left out;
             called on the first rank.
         build: makes the candidates.
+        trace: where one run of each candidate is recorded, or None.
 
     Yields:
         {"settings": ..., "meta": ..., "rows": [...]}, the same on every rank.
@@ -350,13 +354,18 @@ def run_benchmarks(
             device,
             is_new,
             build,
+            trace,
         )
 
 
 def _run_benchmark(
-    task: BenchTask, device: torch.device, makes_groups: bool, build: Build
+    task: BenchTask,
+    device: torch.device,
+    makes_groups: bool,
+    build: Build,
+    trace: Path | None,
 ) -> dict[str, Any]:
-    """Check and time one point."""
+    """Check and time one point, and record it."""
     settings = task.settings
     if settings.expert_ms is not None and device.type == "cuda":
         raise ValueError(
@@ -383,6 +392,10 @@ def _run_benchmark(
         for phase in settings.phases
         for row in bench.rows(scope, experts, phase)
     ]
+    if trace is not None:
+        # Experts inside the pipeline leave no passes apart.
+        of_exchange = [each for each in bench.candidates if not each.overlaps]
+        record(of_exchange, bench.nodes, bench.meta(), trace)
 
     return {
         "settings": strict_yaml.plain(settings),
