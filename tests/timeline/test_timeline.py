@@ -138,7 +138,7 @@ def path(tmp_path: Path) -> Path:
     rows = (
         timeline(STOCK, *2 * [[span("inter", 10, 30), span("memory", 30, 40)]]),
         timeline("hierarchical_alltoall in 4 chunks", slow, fast),
-        timeline("alltoall_dedup in 1 chunk", fast, fast),
+        timeline("alltoall_dedup in 1 chunk", fast, fast).shifted(60),
     )
     path = tmp_path / "trace.json"
     Trace(title="recorded: here", timelines=rows, about={"clock": "this"}).save(path)

@@ -167,7 +167,7 @@ def of_trace(path: Path, given: tuple[Chain, int] | None = None) -> TimelineRepo
     ours = {row.name: row for row in trace.timelines if not row.name.startswith("stock ")}
     if given is not None:
         name = pipeline_name(given[0].name, given[1])
-        require(name in ours, f"{path}: rows", name, one_of(name, ours))
+        require(name in ours, f"{path}: rows", name, f"be {one_of(name, ours)}")
         ours = {name: ours[name]}
     if not ours:
         raise ValueError(f"{path}: has no row of a chain, must be recorded with --chains")
