@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from monta_megatron.common import __version__
 
 if TYPE_CHECKING:
-    from monta_megatron.api import forget_groups, plan, register, statistics, timeline, with_monta
+    from monta_megatron.api import forget_groups, plan, register, statistics, with_monta
 
 __all__ = [
     "__version__",
@@ -16,7 +16,6 @@ __all__ = [
     "plan",
     "register",
     "statistics",
-    "timeline",
     "with_monta",
 ]
 

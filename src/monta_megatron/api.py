@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from monta_megatron.planner.models.model import Model
     from monta_megatron.planner.plan import Plan
     from monta_megatron.tools.plan.request import PlanRequest
-    from monta_megatron.tools.timeline.drawing import Drawing
 
 
 def plan(
@@ -39,43 +38,6 @@ def plan(
     from monta_megatron.tools.plan.request import plan_request
 
     return plan_request(_request_of(model=model, cluster=cluster, **settings)).plan
-
-
-def timeline(
-    *,
-    model: str | Path | Model,
-    cluster: str | Path | Cluster,
-    chain: str | None = None,
-    num_chunks: int | None = None,
-    alone: bool = False,
-    out: str | Path | None = None,
-    **settings: Any,
-) -> Drawing:
-    """Predict what overlaps with what, as `monta timeline` does. Needs no torch.
-
-    Args:
-        model, cluster, settings: see `plan`.
-        chain: a chain by its name; None for the planner's choice.
-        num_chunks: of that chain; None for 4, or 1 if it is serial.
-        alone: leave stock alltoall out.
-        out: folder for NAME.trace.json and, with matplotlib, NAME.png, where NAME is the `name` of
-            what is returned; None to write nothing.
-
-    Returns:
-        The timelines with their spans, and a title.
-
-    Raises:
-        ValueError: an argument is wrong, no chain can run, or a file cannot be written.
-    """
-    from monta_megatron.common.files import make_folder
-    from monta_megatron.tools.timeline.drawing import named_chain, of_prediction, write
-
-    given = named_chain(chain, num_chunks, ("chain", "num_chunks"))
-    drawing = of_prediction(_request_of(model=model, cluster=cluster, **settings), given, alone)
-    if out is not None:
-        make_folder(Path(out), "out")
-        write(drawing, Path(out), max_ranks=1)
-    return drawing
 
 
 def _request_of(**given: Any) -> PlanRequest:

@@ -1,4 +1,4 @@
-"""One rank: `monta timeline --record` under torch's profiler; the names of our ranges in a file."""
+"""One rank: `monta bench --trace` under torch's profiler; the names of our ranges in a file."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from monta_megatron.cli import main
 
-folder = Path(sys.argv[sys.argv.index("--record") + 1])
+trace = Path(sys.argv[sys.argv.index("--trace") + 1])
 with profile(activities=[ProfilerActivity.CPU]) as profiled:
-    status = main(["timeline", *sys.argv[1:]])
+    status = main(["bench", *sys.argv[1:]])
 names = [event.name for event in profiled.events() if event.name.startswith("monta ")]
-(folder / f"ranges_{os.environ['RANK']}").write_text(json.dumps(names))
+trace.with_name(f"ranges_{os.environ['RANK']}").write_text(json.dumps(names))
 sys.exit(status)

@@ -70,20 +70,6 @@ def test_without_sizes_the_best_layout_is_planned() -> None:
     assert plan == monta_megatron.plan(**files, world_size=16)
 
 
-def test_a_timeline_is_that_of_the_command(tmp_path: Path) -> None:
-    drawing = monta_megatron.timeline(**NAMES, chain="allgather", num_chunks=2, out=tmp_path / "a")
-    command = ["timeline", *FLAGS, "--chain", "allgather", "--num-chunks", "2"]
-    assert main([*command, "--out", str(tmp_path / "b")]) == 0
-    name = f"{drawing.name}.trace.json"
-    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    assert drawing.title.startswith("allgather in 2 chunks, predicted: mixtral_8x7b")
-    chosen = monta_megatron.timeline(**NAMES, alone=True)
-    plan = monta_megatron.plan(**NAMES)
-    (timeline,) = chosen.timelines
-    end_us = max(span.end_us for track in timeline.tracks for span in track.spans)
-    assert end_us == pytest.approx(plan.predicted_us)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -98,10 +84,9 @@ def test_a_timeline_is_that_of_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_are_one_line(changes: dict[str, Any], said: str) -> None:
-    for function in (monta_megatron.plan, monta_megatron.timeline):
-        with pytest.raises(ValueError) as error:
-            function(**{**NAMES, **changes})
-        assert str(error.value).startswith(said) and "\n" not in str(error.value)
+    with pytest.raises(ValueError) as error:
+        monta_megatron.plan(**{**NAMES, **changes})
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -119,23 +104,3 @@ def test_mistakes_read_as_on_the_command_line(
     with pytest.raises(ValueError) as error:
         monta_megatron.plan(**{**NAMES, **changes})
     assert capsys.readouterr().err == f"monta plan: {error.value}\n"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"chain": "alltoal"}, "chain: got 'alltoal', must be one of alltoall,"),
-        ({"chain": "alltoall", "num_chunks": 2}, "num_chunks: got 2, must be 1 for the serial"),
-        ({"num_chunks": 2}, "num_chunks: got 2, must be left out without chain"),
-    ],
-)
-def test_bad_chains_of_a_timeline(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as error:
-        monta_megatron.timeline(**NAMES, **changes, out=tmp_path / "timeline")
-    assert str(error.value).startswith(said) and not (tmp_path / "timeline").exists()
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"^out: "):
-        monta_megatron.timeline(**NAMES, out=tmp_path / "file")

@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Records the times of a pass; see `exchange.step_times`."""
+    """Records the steps of a pass, for a trace or a test."""
 
     def note(self, step: Step) -> None:
         """Record an event at the current time."""

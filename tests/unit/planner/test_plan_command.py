@@ -205,7 +205,7 @@ def test_hosts_in_part_are_the_nodes(
     assert single["shape"]["layout"]["nodes"] == [0, 1, 2, 3]
     drawn = document(
         capsys, "timeline", *PLAN[1:], "--nodes", "2", "--ranks-per-node", "4", "--ep", "8",
-        "--chain", "hierarchical_alltoall", "--out", str(tmp_path),
+        "--chain", "hierarchical_alltoall", "--out", str(tmp_path / "picture.png"),
     )  # fmt: skip
     assert "4 of 8 ranks per node" in drawn["title"]
     monkeypatch.chdir(tmp_path)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from monta_megatron.tools.bench.measure import differences_from_stock, time_inte
 from monta_megatron.tools.bench.report import Report, Row
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.joined_ranks import wait_for_all
+from monta_megatron.tools.record import record
 
 # Exchanges of an iteration; a training has more, and layers besides.
 MICRO_BATCHES = 4
@@ -85,7 +87,7 @@ def measure_point(
     if settings.tune_steps:
         _tune(bench, progress)
         _check(bench)
-    # Step 3: time.
+    # Step 3: time, and record.
     scopes: dict[str, Experts] = {"exchange": identity_experts}
     if settings.expert_ms is not None:
         full_rows = settings.tokens * settings.top_k * settings.etp
@@ -98,7 +100,10 @@ def measure_point(
         for phase in settings.phase
         for row in _time(bench, scope, experts, phase, progress)
     ]
-    return Report(meta=provenance(bench), rows=rows)
+    meta = provenance(bench)
+    if settings.trace is not None:
+        record(bench, meta, Path(settings.trace))
+    return Report(meta=meta, rows=rows)
 
 
 def prepare(

@@ -109,6 +109,11 @@ class Settings:
     cluster: str | None = _setting(
         str, "file of the costs by which the planner predicts and chooses"
     )
+    trace: str | None = _setting(
+        str,
+        "record a pass of each kind for every row of the exchange, on all ranks: a Chrome trace, "
+        "for https://ui.perfetto.dev and monta timeline",
+    )
     layer: bool
     overlap_experts: bool
     skip_incompatible: bool
