@@ -263,10 +263,6 @@ def _cost(
     return float(np.maximum(load - most_pairs, 0).sum()), float((counts > 0).sum())
 
 
-# A thousand layers of a thousand experts take less.
-MOST_BYTES = 8_000_000
-
-
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Orders of experts.
@@ -312,7 +308,7 @@ def read_placement(path: Path) -> Placement:
     Raises:
         ValueError: one line that names file, field and rule.
     """
-    document = files.read(path, MOST_BYTES)
+    document = files.read(path)
 
     def field(name: str, kind: type, rule: str) -> Any:
         value = document.get(name) if isinstance(document, dict) else None
