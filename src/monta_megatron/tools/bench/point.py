@@ -211,7 +211,7 @@ class Bench:
         """The least time that the links between nodes allow; None if unknown or nothing crosses."""
         settings, emulated, layout = self.task.settings, self.task.emulated, self.layout
         num_nodes = len(set(self.nodes))
-        if emulated is None or emulated.measured_inter_gbit_per_s is None or num_nodes == 1:
+        if emulated is None or num_nodes == 1:
             return None
         crossing = torch.zeros(num_nodes, num_nodes, dtype=torch.long)
         crossing[layout.nodes[layout.rank]] = torch.from_numpy(
@@ -220,9 +220,8 @@ class Bench:
         dist.all_reduce(crossing)
         if not crossing.any():
             return None
-        node_gbit_per_s = emulated.measured_inter_gbit_per_s * emulated.nics_per_node
         row_bytes = settings.crossing_bytes(backward)
-        return traffic.limit_ms(crossing.numpy(), row_bytes, node_gbit_per_s)
+        return traffic.limit_ms(crossing.numpy(), row_bytes, emulated.inter_mbit / 1e3)
 
 
 def prepare(
