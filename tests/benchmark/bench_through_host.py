@@ -2,9 +2,6 @@
 
 import functools
 import sys
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -12,31 +9,20 @@ from monta_megatron.cli import main
 from monta_megatron.emulation import gloo_collectives
 from monta_megatron.tools import joined_ranks
 
-copied: Counter[str] = Counter()
-through_host = gloo_collectives.through_host
-
-
-def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
-    staged = through_host(collective)
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        copied[collective.__name__] += 1
-        return staged(*args, **kwargs)
-
-    count.__name__ = collective.__name__
-    return count
+num_copied = 0
 
 
 def is_copied(tensor: torch.Tensor) -> bool:
     """Rows, probabilities, counts: every tensor but a scalar."""
+    global num_copied
+    num_copied += tensor.dim() > 0
     return tensor.dim() > 0
 
 
 gloo_collectives._is_on_device = is_copied
-gloo_collectives.through_host = counted
 gloo_collectives.install_for_device()
 joined_ranks.join = functools.partial(joined_ranks.join, transport="gloo")
 status = main(["bench", *sys.argv[1:]])
 if torch.distributed.get_rank() == 0:
-    print("copied:", *sorted(copied), file=sys.stderr)
+    print("copied:", num_copied, file=sys.stderr)
 sys.exit(status)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ def test_messages_through_the_host_give_the_same_bits(ranks: ForkedRanks, layout
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert set(CHAINS) - set(report["meta"]["skipped"]) <= {row["chain"] for row in report["rows"]}
-    assert "copied: all_gather" in result.stderr and "all_to_all_single" in result.stderr
+    (num_copied,) = re.findall(r"copied: (\d+)", result.stderr)
+    assert int(num_copied) > 100
 
 
 def test_refused_chain_asked_for_by_name_is_one_line(ranks: ForkedRanks) -> None:

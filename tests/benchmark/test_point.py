@@ -1,6 +1,5 @@
 """The data, the times and the limit of one point, on one rank without a launch."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,22 +47,15 @@ def test_times_are_the_slowest_ranks_without_the_warmup(
     assert "".join(calls) == "bca" + "cab" + "abc" + "bca"
 
 
-@pytest.mark.parametrize(
-    ("nic_per", "backward", "limit_ms"),
-    [("node", False, 0.002048), ("node", True, 0.004096), ("rank", True, 0.002048)],
-)
-def test_limit_of_a_point(
-    nic_per: Any, backward: bool, limit_ms: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two tokens of 64 bytes cross at 1 Gbit/s per NIC: 1.024 us there, and as much back."""
+@pytest.mark.parametrize(("backward", "limit_ms"), [(False, 0.002048), (True, 0.004096)])
+def test_limit_of_a_point(backward: bool, limit_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens of 64 bytes cross at 1 Gbit/s: 1.024 us there, and as much back."""
     monkeypatch.setattr(point.dist, "all_reduce", lambda crossing: None)
-    emulated = EmulatedCluster(
-        nodes=2, ranks_per_node=2, nic_per=nic_per, inter_mbit=500, measured_inter_gbit_per_s=1.0
-    )
+    emulated = EmulatedCluster(nodes=2, ranks_per_node=2, inter_mbit=1000)
     batch = SimpleNamespace(
         routing_map=torch.from_numpy(routing_map((0, 2, 4), (4, 5))), hidden=torch.ones(2, 1, 16)
     )
     bench: Any = SimpleNamespace(emulated=emulated, layout=FLAT, nodes=FLAT.nodes, batch=batch)
     assert point._limit_ms(bench, backward) == pytest.approx(limit_ms)
-    bench.emulated = replace(emulated, measured_inter_gbit_per_s=None)
+    bench.emulated = None
     assert point._limit_ms(bench, backward) is None

@@ -146,9 +146,7 @@ def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
 
 def test_results_hold_a_point_of_the_same_settings_and_cluster(tmp_path: Path) -> None:
     settings = parse_settings(BASE, 4)
-    emulated = EmulatedCluster(
-        nodes=2, ranks_per_node=2, nic_per="node", inter_mbit=500, measured_inter_gbit_per_s=0.48
-    )
+    emulated = EmulatedCluster(nodes=2, ranks_per_node=2, inter_mbit=500)
     Results.open(tmp_path / "out.jsonl").add(
         {
             "meta": {
@@ -160,10 +158,8 @@ def test_results_hold_a_point_of_the_same_settings_and_cluster(tmp_path: Path) -
         }
     )
     results = Results.open(tmp_path / "out.jsonl")
-    # The measured rate differs a little each time.
-    assert results.holds(settings, replace(emulated, measured_inter_gbit_per_s=0.47))
+    assert results.holds(settings, emulated)
     assert not results.holds(settings, replace(emulated, inter_mbit=1000))
-    assert not results.holds(settings, replace(emulated, nic_per="rank"))
     assert not results.holds(settings, None)
     assert not results.holds(settings, emulated, inter_rate_ratio=2.0)
     assert not results.holds(replace(settings, tokens=5), emulated)

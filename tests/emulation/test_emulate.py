@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import programs
 import pytest
+from interrupts import marked, network_names, started, wait_for
 
 from monta_megatron.emulation import emulator
 
@@ -54,26 +54,6 @@ def within(rate_mbit: float) -> bool:
     return low <= rate_mbit <= high
 
 
-def network_of_this_machine() -> list[str]:
-    """What a cluster could leave behind: interfaces and named namespaces."""
-    names = ["ip", "-oneline", "link", "show"], ["ip", "netns", "list"]
-    shown = [subprocess.run(line, capture_output=True, text=True).stdout for line in names]
-    return [re.sub(r" state .*", "", text) for text in shown]
-
-
-def processes(mark: str) -> list[str]:
-    """Command lines that hold a mark, of whatever process there is."""
-    command_lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if mark in words:
-            command_lines.append(words)
-    return command_lines
-
-
 def test_outputs_hosts_and_environment() -> None:
     result = run(command("write", ranks_per_node=2))
     said = result.stderr.decode()
@@ -96,30 +76,23 @@ def test_outputs_hosts_and_environment() -> None:
         }
 
 
-def test_incast_of_three_nodes_is_one_nic_and_rates_are_measured() -> None:
+def test_incast_of_three_nodes_is_one_nic() -> None:
     result = run(command("incast", nodes=4))
     said = result.stderr.decode()
     assert result.returncode == 0, said
     assert within(float(result.stdout))
-    rates = re.search(r"one stream reaches ([\d.]+) Gbit/s between nodes, ([\d.]+) Gbit", said)
-    assert rates is not None, said
-    inter_gbit_per_s, intra_gbit_per_s = map(float, rates.groups())
-    assert within(inter_gbit_per_s * 1000)
-    assert intra_gbit_per_s >= 5 * inter_gbit_per_s
 
 
-def test_every_rank_uses_its_nic() -> None:
+def test_only_what_changes_node_uses_the_network() -> None:
     num_bytes = 1_200_000
-    rails = ("--nic-per", "rank")
-    result = run(command("exchange", str(num_bytes), ranks_per_node=2, flags=rails))
+    result = run(command("exchange", str(num_bytes), ranks_per_node=2))
     said = result.stderr.decode()
     assert result.returncode == 0, said
-    other = re.search(r"\[node 1 rank 2\] ({.*sent_bytes.*})", said)
+    other = re.search(r"\[node 1 rank 2\] (\d+)", said)
     assert other is not None, said
-    for printed in (result.stdout, other.group(1)):
-        sent = json.loads(printed)["sent_bytes"]
-        # Half of what each rank has goes to the other node; the two rails share that of both.
-        assert sent == pytest.approx([num_bytes / 2] * 2, rel=0.06)
+    # Half of what each of the two ranks has goes to the other node.
+    for sent in (result.stdout, other.group(1)):
+        assert int(sent) == pytest.approx(num_bytes, rel=0.06)
 
 
 def test_status_of_the_first_rank_to_fail_and_json() -> None:
@@ -128,40 +101,34 @@ def test_status_of_the_first_rank_to_fail_and_json() -> None:
     printed = json.loads(result.stdout)
     assert printed["exit_status"] == 7
     assert printed["cluster"]["inter_mbit"] == MBIT
-    assert within(printed["cluster"]["measured_inter_gbit_per_s"] * 1000)
-    # One line says why, and torchrun says no more than one for each node.
-    lines = result.stderr.decode().splitlines()
-    assert lines[-1] == "monta emulate: rank 3 ended first, with exit status 7: no more of this"
-    assert sum("torchrun" in line for line in lines) <= 2
-    assert not any("Traceback" in line or "ChildFailedError" in line for line in lines)
+    # After the line about the cluster.
+    assert result.stderr.decode().splitlines()[1:] == [
+        "[node 1 rank 3] no more of this",
+        "monta emulate: rank 3 ended first, with exit status 7: no more of this",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_nothing_stays_after_a_signal(number: signal.Signals, status: int) -> None:
-    before = network_of_this_machine()
-    mark = f"mark-{uuid.uuid4()}"
-    with subprocess.Popen(
-        command("linger", mark), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == b"started\n"
-        assert len(processes(mark)) > 4
+def test_nothing_stays_after_a_signal(number: int, status: int, tmp_path: Path) -> None:
+    """Ctrl-C is in test_ctrl_c.py."""
+    before, (stdout, stderr) = network_names(), (tmp_path / "stdout", tmp_path / "stderr")
+    with started(command("linger")[1:], tmp_path) as (process, mark):
+        wait_for(process, lambda: stdout.read_text() == "started\n", stderr)
         process.send_signal(number)
         assert process.wait(timeout=TIME_LIMIT_SECONDS) == status
-        if number != signal.SIGKILL:
+        if number == signal.SIGTERM:
             # The ranks are gone when the command returns, and it says one line.
-            assert processes(mark) == []
-            last = process.stderr.read().splitlines()[-1]
-            assert last == b"monta emulate: interrupted; every rank has ended"
-    # After SIGKILL the kernel takes a moment.
-    deadline = time.monotonic() + 60
-    while processes(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes(mark) == []
-    assert network_of_this_machine() == before
+            assert marked(mark) == []
+            last = stderr.read_text().splitlines()[-1]
+            assert last == "monta emulate: interrupted; every rank has ended"
+        # After SIGKILL the kernel takes a moment.
+        deadline = time.monotonic() + 60
+        while marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert marked(mark) == []
+    assert network_names() == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give it up")

@@ -116,7 +116,7 @@ def check_messages_of_a_node() -> None:
     node = neighbours_of(dist.group.WORLD)
     assert node.positions == set(range(num_ranks)) - {rank}
     before, behind = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-    # More than a pipe holds: everyone sends, and nobody waits yet. Then the last one first.
+    # Everyone sends, and nobody waits yet. Then the last one first.
     message, num_messages = torch.empty(3, dtype=torch.int64), 2000
     for turn in range(num_messages):
         node.send(message.fill_(1000 * rank + turn), [behind])

@@ -1,4 +1,4 @@
-"""Files are whole or not there, keep their mode, and are not written through someone's link."""
+"""Files are whole or not there, and keep their mode."""
 
 import os
 import stat
@@ -28,32 +28,6 @@ def test_an_existing_file_keeps_its_mode(tmp_path: Path, mode: int) -> None:
     path.chmod(mode)
     write_whole(path, b"after")
     assert (path.read_bytes(), mode_of(path)) == (b"after", mode)
-
-
-def test_a_link_that_waits_at_the_temporary_name_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.write_text("theirs")
-    guessed = f".{bytes(8).hex()}.tmp"
-    monkeypatch.setattr("os.urandom", bytes)
-    for name in (".plan.yaml.tmp", guessed):
-        (tmp_path / name).symlink_to(theirs)
-    with pytest.raises(ValueError, match=r"plan\.yaml: cannot be written: File exists"):
-        write_whole(tmp_path / "plan.yaml", "ours")
-    assert theirs.read_text() == "theirs"
-    assert (tmp_path / guessed).is_symlink()
-
-
-def test_the_temporary_name_is_another_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used: list[Path] = []
-    replace = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda path, to: (used.append(path), replace(path, to))[1])
-    for _ in range(3):
-        write_whole(tmp_path / "plan.yaml", "x")
-    assert len(set(used)) == 3 and {path.parent for path in used} == {tmp_path}
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:

@@ -2,22 +2,17 @@
 
 A terminal sends SIGINT to the whole process group; a scheduler, to the process that it knows. What
 starts ranks takes seconds to start, and is tried in one of the two ways.
-`monta emulate` and `monta launch` have such tests beside their own.
+`monta calibrate`, `emulate` and `launch` have such tests beside their own.
 """
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from free_ports import free_ports
+from interrupts import interrupt, started, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
@@ -39,62 +34,8 @@ sys.exit(statuses.pop() if len(statuses) == 1 else f"statuses {statuses}")
 """
 # Ranking takes seconds, most of them behind this much of the processor's time.
 RANKING_S = 0.8
-LIMIT_S = 120.0
 
 Send = Callable[[int, int], None]
-
-
-@contextmanager
-def started(
-    words: list[str], folder: Path, **environment: str
-) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """A Python that leads a group of its own, and a mark that all its processes bear."""
-    mark = uuid.uuid4().hex
-    with (
-        (folder / "stdout").open("w") as stdout,
-        (folder / "stderr").open("w") as stderr,
-        subprocess.Popen(
-            [sys.executable, *words],
-            cwd=folder,
-            env={**os.environ, "TEST_MARK": mark, "OMP_NUM_THREADS": "1", **environment},
-            stdout=stdout,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        ) as process,
-    ):
-        try:
-            yield process, mark
-        finally:
-            for number in marked(mark):
-                os.kill(number, signal.SIGKILL)
-
-
-def marked(mark: str) -> list[int]:
-    """The processes that bear a mark."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-def wait_for(process: "subprocess.Popen[str]", happened: Callable[[], bool], stderr: Path) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not happened():
-        assert process.poll() is None and time.monotonic() < deadline, stderr.read_text()
-        time.sleep(0.02)
-
-
-def interrupt(process: "subprocess.Popen[str]", send: Send, mark: str) -> int:
-    """The exit status; no process stays."""
-    send(process.pid, signal.SIGINT)
-    status = process.wait(timeout=LIMIT_S)
-    assert marked(mark) == []
-    return status
 
 
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["process", "group"])
@@ -113,16 +54,6 @@ def test_plan(tmp_path: Path, send: Send) -> None:
     assert (tmp_path / "stderr").read_text() == "monta plan: interrupted\n"
     assert (tmp_path / "stdout").read_text() == ""
     assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
-
-
-def test_calibrate(tmp_path: Path) -> None:
-    stderr = tmp_path / "stderr"
-    words = [*TORCHRUN, "calibrate", "--out", "c.yaml"]
-    with started(words, tmp_path, MONTA_CPU_RANKS="1") as (process, mark):
-        wait_for(process, lambda: "more runs" in stderr.read_text(), stderr)
-        assert interrupt(process, os.killpg, mark) != 0
-    assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
-    assert said(stderr, "calibrate") == ["monta calibrate: interrupted"]
 
 
 @pytest.mark.parametrize("moment", ["checks of", "repeats"])

@@ -7,33 +7,23 @@ else.
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from monta_megatron.cli import (
-    bench,
-    calibrate,
-    compare,
-    doctor,
-    emulate,
-    launch,
-    place,
-    plan,
-    timeline,
-)
-from monta_megatron.cli.parser import Parser
 from monta_megatron.common import __version__, first_rank
 
 COMMANDS = (
-    bench,
-    calibrate,
-    compare,
-    doctor,
-    emulate,
-    launch,
-    place,
-    plan,
-    timeline,
+    "bench",
+    "calibrate",
+    "compare",
+    "doctor",
+    "emulate",
+    "launch",
+    "place",
+    "plan",
+    "timeline",
 )
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.
@@ -42,11 +32,13 @@ INTERRUPTED, UNREAD = 130, 141
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `monta` with all sub-commands."""
+    from monta_megatron.cli.parser import Parser
+
     parser = Parser(prog="monta", description="Expert-parallel token dispatch for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"monta-megatron {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(commands)
+    for name in COMMANDS:
+        import_module(f"monta_megatron.cli.{name}").add_parser(commands)
     # It checks a command of ours with it.
     commands.choices["emulate"].set_defaults(parser=parser)
     return parser
@@ -61,13 +53,6 @@ def sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     )
 
 
-def _run(parsed: argparse.Namespace) -> tuple[int, ValueError | None]:
-    try:
-        return int(parsed.run(parsed)), None
-    except ValueError as mistake:
-        return 2, mistake
-
-
 def main(
     arguments: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None
 ) -> int:
@@ -78,16 +63,23 @@ def main(
         parser: another one than that of `monta`, with `run` and `command` among its defaults.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    parsed = (parser or build_parser()).parse_args(words)
+    command = " ".join(["monta", *words[:1]])
     try:
-        status, mistake = _run(parsed)
+        parsed = (parser or build_parser()).parse_args(words)
+        command = f"monta {parsed.command}"
+        try:
+            status, mistake = int(parsed.run(parsed)), None
+        except ValueError as error:
+            status, mistake = 2, error
         sys.stdout.flush()
         if mistake is not None:
-            first_rank.report(f"monta {parsed.command}: {mistake}")
+            first_rank.report(f"{command}: {mistake}")
         return status
     except KeyboardInterrupt:
+        # A launcher passes on what has reached this process already.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if first_rank.is_first_rank():
-            print(f"monta {parsed.command}: interrupted", file=sys.stderr)
+            print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader has closed the pipe, as in `monta plan ... | head`: the rest goes nowhere.

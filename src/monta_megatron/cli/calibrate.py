@@ -78,7 +78,7 @@ def _run(parsed: argparse.Namespace, begin_s: float) -> int:
     emulated = EmulatedCluster.from_environment()
     nics_per_node, hardware = parsed.nics_per_node, None
     if emulated is not None:
-        nics_per_node = nics_per_node or emulated.nics_per_node
+        nics_per_node = nics_per_node or 1
         hardware = f"emulated at {emulated.inter_mbit:g} Mbit/s"
 
     # Step 2: measure.

@@ -132,10 +132,13 @@ def run_as_rank(run: Callable[[], int]) -> int:
     Args:
         run: the command; returns the exit status, or raises ValueError for a user's mistake.
     """
-    interrupts = []
+    interrupted = False
 
     def interrupt(*signal_and_frame: Any) -> None:
-        interrupts.append(signal_and_frame)
+        nonlocal interrupted
+        interrupted = True
+        # A launcher passes on what has reached this rank already.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     handler_before = signal.signal(signal.SIGINT, interrupt)
@@ -146,11 +149,12 @@ def run_as_rank(run: Callable[[], int]) -> int:
         # its own interrupt may still be on its way, or autograd may have replaced it by the error
         # about the lost peers.
         time.sleep(INTERRUPT_REACHES_ALL_S)
-        if interrupts:
+        if interrupted:
             raise KeyboardInterrupt from None
         raise
     finally:
-        signal.signal(signal.SIGINT, handler_before)
+        if not interrupted:
+            signal.signal(signal.SIGINT, handler_before)
     if status != 0 and not is_first_rank():
         linger()
     return status

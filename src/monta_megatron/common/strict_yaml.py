@@ -1,30 +1,27 @@
 """YAML into frozen dataclasses and back, strictly.
 
 The content of a file is declared once, as the annotations of a dataclass: an unknown key, a missing
-one, a wrong type or a value that breaks its rule is a one-line `ValueError` that names the file,
-the path of the key, the value and the rule. Tags, some of which make Python objects, are refused,
-and so is a file that would take long to read. A class with `from_text` and `RULE`, such as a rate,
-is a text there, which its `str` writes.
+one, a wrong type or a value that breaks its rule is a one-line `ValueError` that names the file and
+line, the path of the key, the value and the rule. A class with `from_text` and `RULE`, such as a
+rate, is a text there, which its `str` writes.
 
     @dataclass(frozen=True, kw_only=True)
     class Link:
         alpha_us: PositiveFloat
         note: str | None = None
 
-    links.yaml: links[0].alpha_us: got -3, must be a number > 0
+    links.yaml:2: links[0].alpha_us: got -3, must be a number > 0
 
-Our own, because msgspec and pydantic say neither the value nor all keys that are missing nor the
-key that was meant, and an installation with `pip install --no-deps` would lack them.
+Our own, because msgspec and pydantic say neither the line nor the value nor the key that was meant,
+and an installation with `pip install --no-deps` would lack them.
 """
 
 import math
 import re
-import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from decimal import Decimal
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -37,16 +34,8 @@ from monta_megatron.common.text import PRINTABLE, advice, one_of, shown
 
 T = TypeVar("T")
 
-# Characters of a value, and of what YAML's own errors say, that an error shows.
-LONGEST_VALUE = 60
-LONGEST_PROBLEM = 200
-# Missing keys that an error names.
-MOST_SHOWN = 20
-# Beyond these a file is refused before it takes a second. The largest real ones, calibrations and
-# plans of thousands of ranks, hold half of it.
-MOST_BYTES = 250_000
-MOST_VALUES = 10_000
-MOST_LEVELS = 20
+# Characters of a value, and of YAML's own errors, that a message shows.
+LONGEST_SHOWN = 100
 
 
 def load(cls: type[T], path: str | Path) -> T:
@@ -55,7 +44,9 @@ def load(cls: type[T], path: str | Path) -> T:
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    return build(cls, read(path), str(path))
+    data, lines = _read(path)
+    value: T = _value(cls, data, _Place(str(path), "", lines))
+    return value
 
 
 def read(path: str | Path) -> Any:
@@ -64,16 +55,7 @@ def read(path: str | Path) -> Any:
     Raises:
         ValueError: the file cannot be read, or is not plain YAML.
     """
-    text = read_text(path, "YAML", MOST_BYTES)
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise ValueError(
-            f"{path}: is no plain YAML{where}: {_short(error.problem, LONGEST_PROBLEM)}"
-        ) from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ValueError(f"{path}: is no plain YAML: {_short(error, LONGEST_PROBLEM)}") from error
+    return _read(path)[0]
 
 
 def build(cls: type[T], data: Any, file: str) -> T:
@@ -87,12 +69,7 @@ def build(cls: type[T], data: Any, file: str) -> T:
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    place = _Place(file, "")
-    value: T = _value(cls, data, place)
-    if place.missing:
-        num_more = len(place.missing) - MOST_SHOWN
-        keys = ", ".join(place.missing[:MOST_SHOWN]) + (f" and {num_more} more" * (num_more > 0))
-        raise _Place(file, keys).error("missing, must be given")
+    value: T = _value(cls, data, _Place(file, "", {}))
     return value
 
 
@@ -114,37 +91,44 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """Place in a file: the key, and the missing keys that were met in it so far."""
+    """Place in a file: the path of a key, and the lines of all keys."""
 
     file: str
     key: str
-    missing: list[str] = field(default_factory=list)
+    lines: Mapping[str, int]
 
     def inside(self, name: object) -> "_Place":
-        name = _short(name)
-        return _Place(self.file, f"{self.key}.{name}" if self.key else name, self.missing)
-
-    def at(self, position: int) -> "_Place":
-        return _Place(self.file, f"{self.key}[{position}]", self.missing)
+        return _Place(self.file, _path(self.key, name), self.lines)
 
     def error(self, message: str) -> ValueError:
-        return ValueError(": ".join(part for part in (self.file, self.key, message) if part))
+        line = self.lines.get(self.key)
+        where = self.file if line is None else f"{self.file}:{line}"
+        return ValueError(": ".join(part for part in (where, self.key, message) if part))
 
     def refuse(self, value: Any, rule: str) -> ValueError:
         return self.error(f"got {_short(repr(value))}, must be {rule}")
 
 
+def _path(key: str, name: object) -> str:
+    """The path of an entry: its name, or its position in a list."""
+    if isinstance(name, int):
+        return f"{key}[{name}]"
+    return f"{key}.{_short(name)}" if key else _short(name)
+
+
 def _value(kind: Any, data: Any, place: _Place) -> Any:
     """`data` as `kind`: a scalar, a union with None, a literal, a tuple, a mapping, a dataclass."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if isinstance(data, str) and not data.isprintable():
-        raise place.refuse(data, PRINTABLE)
     if kind is Any:
-        if isinstance(data, list):
-            return list(_tuple((Any, ...), data, place))
-        return _mapping(Any, data, place) if isinstance(data, Mapping) else data
+        return data
     if origin is Annotated:
-        return _ruled(kind, data, place)
+        inner, rule = arguments
+        # The rule says more than the type that it is based on.
+        is_scalar = inner in SCALARS
+        value = _scalar(inner, data, place, rule.text) if is_scalar else _value(inner, data, place)
+        if not rule.holds(value):
+            raise place.refuse(data, rule.text)
+        return value
     if origin in (Union, types.UnionType):
         # Only `X | None`: a value that could be read in two ways would have no single rule to name.
         (inner,) = (argument for argument in arguments if argument is not type(None))
@@ -156,27 +140,26 @@ def _value(kind: Any, data: Any, place: _Place) -> Any:
     if origin is tuple:
         return _tuple(arguments, data, place)
     if origin is Mapping:
-        return _mapping(arguments[1], data, place)
+        if not isinstance(data, Mapping):
+            raise place.refuse(data, "a mapping")
+        return {name: _value(arguments[1], data[name], place.inside(name)) for name in data}
     if hasattr(kind, "from_text"):
-        return _from_text(kind, data, place)
+        with suppress(ValueError, AttributeError):
+            return kind.from_text(data)
+        raise place.refuse(data, kind.RULE)
     if is_dataclass(kind):
         return _dataclass(kind, data, place)
-    return _scalar(kind, data, place)
+    return _scalar(kind, data, place, SCALARS[kind])
 
 
-def _ruled(kind: Any, data: Any, place: _Place) -> Any:
-    inner, *rules = get_args(kind)
-    try:
-        value = _value(inner, data, place)
-    except ValueError as error:
-        # The rule says more than the type it is based on.
-        if inner in (int, float, str):
-            raise place.refuse(data, rules[-1].text + _number_as_text(inner, data)) from error
-        raise
-    for rule in rules:
-        if not rule.holds(value):
-            raise place.refuse(data, rule.text)
-    return value
+def _scalar(kind: Any, data: Any, place: _Place, rule: str) -> Any:
+    if kind is float and type(data) is int:
+        data = float(data)
+    if type(data) is not kind:
+        raise place.refuse(data, rule)
+    if kind is float and not math.isfinite(data):
+        raise place.refuse(data, "a finite number")
+    return data
 
 
 def _tuple(arguments: tuple[Any, ...], data: Any, place: _Place) -> tuple[Any, ...]:
@@ -186,18 +169,9 @@ def _tuple(arguments: tuple[Any, ...], data: Any, place: _Place) -> tuple[Any, .
     if len(kinds) != len(data):
         raise place.refuse(data, f"a list of {len(kinds)} entries")
     return tuple(
-        _value(kind, entry, place.at(position))
+        _value(kind, entry, place.inside(position))
         for position, (kind, entry) in enumerate(zip(kinds, data, strict=True))
     )
-
-
-def _mapping(kind: Any, data: Any, place: _Place) -> dict[str, Any]:
-    if not isinstance(data, Mapping):
-        raise place.refuse(data, "a mapping")
-    for name in data:
-        if not isinstance(name, str) or not name.isprintable():
-            raise place.refuse(name, f"a mapping whose keys are texts, each {PRINTABLE}")
-    return {name: _value(kind, value, place.inside(name)) for name, value in data.items()}
 
 
 def _dataclass(kind: Any, data: Any, place: _Place) -> Any:
@@ -207,50 +181,20 @@ def _dataclass(kind: Any, data: Any, place: _Place) -> Any:
     for name in data:
         if name not in hints:
             raise place.inside(name).error(f"unknown key; {advice(name, hints)}")
-    place.missing.extend(
+    missing = [
         place.inside(entry.name).key
         for entry in fields(kind)
         if entry.default is MISSING and entry.default_factory is MISSING and entry.name not in data
-    )
+    ]
+    if missing:
+        raise place.error(f"{', '.join(missing)}: missing, must be given")
     values = {name: _value(hints[name], data[name], place.inside(name)) for name in data}
-    # The keys that are missing are named together, when all have been met.
-    if place.missing:
-        return None
     try:
         return kind(**values)
     except ValueError as error:
         # A rule across several fields: the class names the field, this adds the path to it.
-        way = f"{place.key}." if place.key else ""
-        raise ValueError(f"{place.file}: {way}{error}") from error
-
-
-def _from_text(kind: Any, data: Any, place: _Place) -> Any:
-    if isinstance(data, str):
-        with suppress(ValueError):
-            return kind.from_text(data)
-    raise place.refuse(data, kind.RULE)
-
-
-def _scalar(kind: Any, data: Any, place: _Place) -> Any:
-    if kind is float and type(data) is int and abs(data) < sys.float_info.max:
-        data = float(data)
-    if type(data) is not kind:
-        raise place.refuse(data, SCALARS[kind] + _number_as_text(kind, data))
-    if kind is float and not math.isfinite(data):
-        raise place.refuse(data, "a finite number")
-    return data
-
-
-def _number_as_text(kind: Any, data: Any) -> str:
-    """Spelling for a number that YAML takes for a text, such as 1e2; "" if it is none.
-
-    YAML 1.1, which this reads, knows 1.0e+2 alone.
-    """
-    with suppress(ValueError):
-        if isinstance(data, str) and kind in (int, float) and math.isfinite(float(data)):
-            number = Decimal(repr(float(data))).normalize()
-            return f"; to YAML this is a text, write {number:f}"
-    return ""
+        name, colon, message = str(error).partition(": ")
+        raise (place.inside(name).error(message) if colon else place.error(name)) from error
 
 
 @cache
@@ -259,95 +203,84 @@ def _hints(kind: Any) -> dict[str, Any]:
     return {entry.name: hints[entry.name] for entry in fields(kind)}
 
 
-def _short(value: object, most: int = LONGEST_VALUE) -> str:
+def _short(value: object) -> str:
     """A text in one printable line of about that many characters at most."""
     text = shown(" ".join(str(value).split()))
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def _read(path: str | Path) -> tuple[Any, dict[str, int]]:
+    """The plain data in a file, and the line of each key by its path."""
+    loader = _Loader(read_text(path, "YAML"))
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        return loader.construct_document(node), dict(_lines(node, ""))
+    except yaml.MarkedYAMLError as error:
+        where = path if error.problem_mark is None else f"{path}:{error.problem_mark.line + 1}"
+        raise ValueError(f"{where}: is no plain YAML: {_short(error.problem)}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: is no plain YAML: {_short(error)}") from error
+
+
+def _lines(node: yaml.Node, key: str) -> Iterator[tuple[str, int]]:
+    entries: list[tuple[object, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        entries = [(name.value, name, value) for name, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        entries = [(position, value, value) for position, value in enumerate(node.value)]
+    for name, place, value in entries:
+        path = _path(key, name)
+        yield path, place.start_mark.line + 1
+        yield from _lines(value, path)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML whose meaning cannot surprise, and no more of it than the limits allow.
+    """Reads YAML whose meaning cannot surprise.
 
-    A key that is written twice is refused; YAML would silently take the last one. 4:00:00 and 010
-    are texts; YAML 1.1 would take them for 14400 and 8.
+    A key that is written twice is refused; YAML would silently take the last one. So is a text that
+    a script or a log cannot hold in one line. 4:00:00 and 010 are texts, and 1e3 is a number; YAML
+    1.1 would take them for 14400, 8 and a text.
     """
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._num_levels = 0
-        self._num_values = 0
-        self._num_values_of: dict[str, int] = {}
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Count values as if those that an alias repeats were written out, and levels."""
-        event: Any = self.peek_event()
-        if self.check_event(yaml.AliasEvent):
-            self._count(self._num_values_of.get(event.anchor, 1), event)
-            return super().compose_node(parent, index)
-        if event.tag is not None:
-            raise _refused(f"tag {event.tag} is not known here; quotes make a text", event)
-        before = self._num_values
-        self._count(1, event)
-        self._num_levels += 1
-        if self._num_levels > MOST_LEVELS:
-            raise _refused(f"nested too deeply, must be at most {MOST_LEVELS} levels", event)
-        node = super().compose_node(parent, index)
-        self._num_levels -= 1
-        if event.anchor is not None:
-            self._num_values_of[event.anchor] = self._num_values - before
-        return node
-
-    def _count(self, num_values: int, event: Any) -> None:
-        self._num_values += num_values
-        if self._num_values > MOST_VALUES:
-            raise _refused(
-                f"too many values, must be at most {MOST_VALUES:,}, those that an alias repeats "
-                "included",
-                event,
-            )
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        value: int = super().construct_yaml_int(node)
-        # Python refuses to write out the longest ones, in an error too.
-        if value.bit_length() > 63:
-            raise _refused("an integer must have at most 63 bits", node)
-        return value
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if isinstance(node.value, str) and not node.value.isprintable():
+            raise _refused(f"got {node.value!r}, must be {PRINTABLE}", node)
+        return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise _refused("a key must be a text", key_node)
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                raise _refused("<< is not known here, its keys must be written out", key_node)
-            key = self.construct_object(key_node)
-            if key in seen:
-                raise _refused(f"key {key!r} is written twice", key_node)
-            seen.add(key)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value in seen:
+                raise _refused("a key must be a text, written once", key)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-def _refused(problem: str, there: Any) -> yaml.MarkedYAMLError:
-    """The error for an event or a node."""
-    return yaml.constructor.ConstructorError(None, None, problem, there.start_mark)
+def _refused(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 _NUMBERS = {
-    "tag:yaml.org,2002:float": r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?"
-    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
     "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)",
+    "tag:yaml.org,2002:float": r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
+    r"|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-for _tag, _pattern in _NUMBERS.items():
-    _Loader.add_implicit_resolver(_tag, re.compile(rf"({_pattern})$"), [*"-+0123456789."])
 
 
 class _Dumper(yaml.SafeDumper):
     """Writes a list that holds no list or mapping in one line."""
+
+
+# The dumper quotes a text that looks like a number.
+for _tag, _pattern in _NUMBERS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(rf"({_pattern})$"), [*"-+0123456789."])
 
 
 def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNode:

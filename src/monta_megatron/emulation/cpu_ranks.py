@@ -122,17 +122,14 @@ def _peak_resident_bytes() -> int:
 # Streams
 
 
+def _nothing(*arguments: Any, **options: Any) -> None:
+    """Whatever was to be done or waited for has happened."""
+
+
 class Stream:
     """A CUDA stream on which everything has run by the time the call returns."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        """As torch.cuda.Stream takes them."""
-
-    def wait_stream(self, stream: "Stream") -> None:
-        """All of it has run."""
-
-    def wait_event(self, event: "Event") -> None:
-        """It has happened."""
+    __init__ = wait_stream = wait_event = synchronize = _nothing
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         """The given event, or a new one."""
@@ -142,17 +139,7 @@ class Stream:
 class Event:
     """A CUDA event; whatever it records has already happened."""
 
-    def __init__(self, **options: bool) -> None:
-        """As torch.cuda.Event takes them."""
-
-    def record(self, stream: Stream | None = None) -> None:
-        """All that is on the stream has run."""
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """It has happened."""
-
-    def synchronize(self) -> None:
-        """It has happened."""
+    __init__ = record = wait = synchronize = _nothing
 
 
 def _install_streams() -> None:

@@ -1,4 +1,4 @@
-"""Builds and measures an emulated cluster's network, then runs a command on it under torchrun.
+"""Builds an emulated cluster's network, then runs a command on it, once per rank.
 
 Runs as the first process of a sandbox, with network, mount and process namespaces of its own:
 
@@ -8,34 +8,39 @@ Names under /run/netns, interfaces, bridges and mounts are visible to it alone, 
 names, and are removed by the kernel when it ends, with every process that it started. That holds
 after a failure or a signal as well as after an ordinary end, so nothing has to be cleaned up. Its
 standard input is a lifeline: it ends when the caller does, even by SIGKILL, and the sandbox then
-ends as well (`end_with_standard_input`).
+ends as well.
 
-Rank 0's standard output passes through untouched; everything else goes to standard error, line by
-line, labelled with the node and rank that it comes from. With --json the document is the only thing
-on standard output, and rank 0's output is treated like that of the others. Where a rank fails, the
-last line says which was the first, and why.
+Ranks get torchrun's variables. Rank 0's standard output passes through untouched; everything else
+goes to standard error, line by line, labelled with the node and rank that it comes from. With
+--json the document is the only thing on standard output, and rank 0's output is treated like that
+of the others. Where a rank fails, the last line says which was the first, and why.
 """
 
 import dataclasses
 import json
 import os
+import selectors
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
-from monta_megatron.common import strict_yaml
-from monta_megatron.common.files import write_whole
 from monta_megatron.common.ranks import cause_of, ended
-from monta_megatron.common.text import shown
+from monta_megatron.common.tables import tell
 from monta_megatron.common.units import counted
-from monta_megatron.emulation import link_rate, network
-from monta_megatron.emulation.cluster import ENVIRONMENT_VARIABLE, EmulatedCluster, default_costs
+from monta_megatron.emulation import network
+from monta_megatron.emulation.cluster import (
+    ENVIRONMENT_VARIABLE,
+    NIC,
+    EmulatedCluster,
+    default_costs,
+)
 from monta_megatron.emulation.network import PRIVATE_DIRECTORY, in_node
+from monta_megatron.planner.cluster_file import dump_cluster
 
 # Folders with commands that may be missing from the PATH of a user who is not root.
 _SYSTEM_PATHS = "/usr/local/sbin:/usr/sbin:/sbin"
@@ -51,21 +56,30 @@ _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "mount
 def run(command: Sequence[str]) -> int:
     """Run a command in private namespaces; returns its exit status, or 128 + n for signal n.
 
+    SIGINT and SIGTERM end everything inside before this returns.
+
     Raises:
         ValueError: the namespaces cannot be made here.
-        KeyboardInterrupt: on an interrupt, after everything inside has ended.
     """
     unshare = unshare_command()
+    standard_input, lifeline = os.pipe()
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        if not interrupts:
+            os.close(lifeline)
+        interrupts.append(number)
+
+    # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     # A session of its own: Ctrl-C reaches only this process, which ends what is inside in order.
-    with subprocess.Popen(
-        [*unshare, *command], env=_environ(), stdin=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdin is not None
-        try:
-            status = process.wait()
-        finally:
-            process.stdin.close()
-            process.wait()
+    status = subprocess.call(
+        [*unshare, *command], env=_environ(), stdin=standard_input, start_new_session=True
+    )
+    if interrupts:
+        tell("emulate", "interrupted; every rank has ended")
+        return 128 + interrupts[0]
     return status if status >= 0 else 128 - status
 
 
@@ -84,60 +98,32 @@ def unshare_command() -> list[str]:
     unshare = ["unshare", "--net", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"]
     if os.geteuid() != 0:
         unshare += ["--user", "--map-root-user"]
-    trial = subprocess.run([*unshare, "true"], env=environ, capture_output=True, text=True)
+    trial = subprocess.run(
+        [*unshare, "true"], env=environ, capture_output=True, text=True, start_new_session=True
+    )
     if trial.returncode != 0:
         said = "; ".join(trial.stderr.strip().splitlines())
         raise ValueError(f"private namespaces cannot be made ({said}): {_ADVICE}")
     return unshare
 
 
-def end_with_standard_input() -> None:
-    """In the sandboxed command: end this process, and so the namespaces, when the lifeline ends."""
-
-    def wait_and_end() -> None:
-        while os.read(sys.stdin.fileno(), 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait_and_end, name="lifeline", daemon=True).start()
-
-
 def _environ() -> dict[str, str]:
     return {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_PATHS}"}
 
 
-# After one node has failed, the others get this long to fail too and to report why.
+# After one rank has failed, the others get this long to fail too and to report why.
 _GRACE_SECONDS = 5.0
-_POLL_SECONDS = 0.05
-# The longest wait for output of processes that outlive their launcher.
+# The longest wait for output of processes that outlive their rank.
 _LAST_WORDS_SECONDS = 2.0
 # Of each rank, to tell why it failed: a traceback, and what a library prints as it ends.
 _LAST_LINES = 200
 
-# A link that reaches less than this share of its setting is limited by the machine.
-_EXPECTED_SHARE = 0.9
-
-_EXIT_STATUSES = PRIVATE_DIRECTORY / ".exit_statuses"
 _COSTS = PRIVATE_DIRECTORY / ".cluster.yaml"
 
-_START_NODE = """
+_START_RANK = """
 import os, socket, sys
 socket.sethostname(sys.argv[1])
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
-
-# The script that torchrun starts for each rank. Arguments: directory, number of NICs, rank whose
-# standard output is kept, the rank's command. The shell stays in order to note the exit status as
-# soon as the rank exits: torchrun's own is always 1, and the first rank to fail is the cause.
-_START_RANK = """
-export GLOO_SOCKET_IFNAME=nic$((LOCAL_RANK % $1))
-exec 2>"$0/.rank$RANK"
-[ "$RANK" = "$2" ] || exec >&2
-shift 2
-"$@"
-status=$?
-echo "$RANK $status" >>"$0/.exit_statuses"
-exit "$status"
+os.execv(sys.argv[2], sys.argv[2:])
 """
 
 # As CUDA's caching allocator does, and for all dispatchers alike: otherwise every large buffer is
@@ -150,166 +136,129 @@ KEEP_FREED_MEMORY = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build, measure, run; returns the command's exit status, or 2 if it never started."""
-    end_with_standard_input()
+    """Build and run; returns the command's exit status, or 2 if it never started."""
+    threading.Thread(target=_end_with_standard_input, name="lifeline", daemon=True).start()
     as_json = arguments[0] == "--json"
     cluster_json, *command = arguments[as_json:]
     cluster = EmulatedCluster.from_json(cluster_json)
     try:
         network.build(cluster)
-        cluster = _measured(cluster)
     except ValueError as error:
-        _say(str(error))
+        tell("emulate", str(error))
         return 2
-    _report(cluster)
-    status = _run(cluster, command, stdout_rank=None if as_json else 0)
+    nodes, ranks = counted(cluster.nodes, "node"), counted(cluster.ranks_per_node, "rank")
+    tell("emulate", f"{nodes} x {ranks}, a NIC of {cluster.inter_mbit:g} Mbit/s on each node")
+    _COSTS.write_text(dump_cluster(default_costs(cluster)))
+    num_ranks = cluster.nodes * cluster.ranks_per_node
+    status = _status_of(
+        _follow([_Rank(cluster, rank, command, as_json) for rank in range(num_ranks)])
+    )
     if as_json:
         print(json.dumps({"cluster": dataclasses.asdict(cluster), "exit_status": status}, indent=2))
     return status
 
 
-def _say(text: str) -> None:
-    os.write(2, f"{shown(f'monta emulate: {text}')}\n".encode())
+def _end_with_standard_input() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(1)
 
 
-def _measured(cluster: EmulatedCluster) -> EmulatedCluster:
-    first, second = (in_node(name) for name in cluster.node_names[:2])
-    return dataclasses.replace(
-        cluster,
-        measured_inter_gbit_per_s=link_rate.measure_gbit_per_s(second, first, cluster.address(1)),
-        measured_intra_gbit_per_s=link_rate.measure_gbit_per_s(first, first, cluster.address(0)),
-    )
+class _Rank:
+    """A rank of the command: its process, and the pipe that it writes to.
 
-
-def _report(cluster: EmulatedCluster) -> None:
-    inter, intra = cluster.measured_inter_gbit_per_s, cluster.measured_intra_gbit_per_s
-    assert inter is not None and intra is not None, cluster
-    _say(
-        f"{counted(cluster.nodes, 'node')} x {counted(cluster.ranks_per_node, 'rank')}, one NIC "
-        f"per {cluster.nic_per} at {cluster.inter_mbit:g} Mbit/s; one stream reaches "
-        f"{inter:.4g} Gbit/s between nodes, {intra:.3g} Gbit/s inside"
-    )
-    if inter * 1000 < _EXPECTED_SHARE * cluster.inter_mbit:
-        _say("note: between nodes this machine is the limit, not the setting")
-
-
-def _run(cluster: EmulatedCluster, command: Sequence[str], stdout_rank: int | None) -> int:
-    """Run the command on every node; returns the exit status of the first rank to fail."""
-    _EXIT_STATUSES.touch()
-    write_whole(_COSTS, strict_yaml.dump(default_costs(cluster)))
-    forwarder = _Forwarder()
-    with _rank_pipes(cluster, forwarder):
-        nodes = [_start_node(cluster, node, command, stdout_rank) for node in range(cluster.nodes)]
-        for node, process in enumerate(nodes):
-            assert process.stderr is not None
-            forwarder.add(process.stderr, f"[node {node}]")
-        launcher_status = _wait(nodes)
-    forwarder.finish()
-    for line in _EXIT_STATUSES.read_text().splitlines():
-        rank, status = map(int, line.split())
-        if status != 0:
-            said = forwarder.last_lines[_label(cluster, rank)]
-            cause = cause_of(said) or next(filter(str.strip, reversed(said)), "it said nothing")
-            _say(f"rank {rank} ended first, {ended(status)}: {cause}")
-            return status
-    return launcher_status
-
-
-def _start_node(
-    cluster: EmulatedCluster, node: int, command: Sequence[str], stdout_rank: int | None
-) -> subprocess.Popen[bytes]:
-    """Start torchrun on one node, which has a host name of its own."""
-    name, address = cluster.node_names[node], cluster.address(node)
-    rank_command = [
-        *("sh", "-c", _START_RANK, str(PRIVATE_DIRECTORY), str(cluster.nics_per_node)),
-        *(str(stdout_rank), sys.executable, "-u", *command),
-    ]
-    torchrun = [
-        *(sys.executable, "-m", "monta_megatron.common.torchrun"),
-        *("--nnodes", str(cluster.nodes), "--node-rank", str(node)),
-        *("--nproc-per-node", str(cluster.ranks_per_node)),
-        *("--master-addr", cluster.address(0), "--master-port", "29500", "--local-addr", address),
-        *("--no-python", *rank_command),
-    ]
-    return subprocess.Popen(
-        [*in_node(name), "unshare", "--uts", sys.executable, "-c", _START_NODE, name, *torchrun],
-        # CPU ranks, even where there is a GPU.
-        env={
-            **KEEP_FREED_MEMORY,
-            **os.environ,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "MONTA_CPU_RANKS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            # Costs for a training's planner, unless it is given others.
-            "MOE_MONTA_CLUSTER": os.environ.get("MOE_MONTA_CLUSTER", str(_COSTS)),
-            ENVIRONMENT_VARIABLE: cluster.to_json(),
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=None if node == 0 and stdout_rank == 0 else sys.stderr,
-        stderr=subprocess.PIPE,
-    )
-
-
-def _wait(nodes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for the launchers; returns the first exit status that is not 0, or 0."""
-    running, status, deadline = list(nodes), 0, float("inf")
-    while running and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-        for node in [node for node in running if node.poll() is not None]:
-            running.remove(node)
-            if node.returncode and not status:
-                status = node.returncode if node.returncode > 0 else 128 - node.returncode
-                deadline = time.monotonic() + _GRACE_SECONDS
-    return status
-
-
-@contextmanager
-def _rank_pipes(cluster: EmulatedCluster, forwarder: "_Forwarder") -> Iterator[None]:
-    """A named pipe for each rank's output, since torchrun passes no file descriptors to its ranks.
-
-    Until the context ends we hold a writing end of each as well, so that a reader neither waits for
-    its rank to open the pipe nor mistakes a rank that has not started for one that has ended.
+    Args:
+        cluster: the cluster.
+        number: its number among all ranks.
+        command: a script or "-m" and a module, with arguments.
+        as_json: standard output is not for rank 0 either.
     """
-    with ExitStack() as stack:
-        for rank in range(cluster.nodes * cluster.ranks_per_node):
-            path = PRIVATE_DIRECTORY / f".rank{rank}"
-            os.mkfifo(path)
-            stack.callback(os.close, os.open(path, os.O_RDWR))
-            forwarder.add(path.open("rb"), _label(cluster, rank))
-        yield
 
+    def __init__(
+        self, cluster: EmulatedCluster, number: int, command: Sequence[str], as_json: bool
+    ) -> None:
+        node, local_rank = divmod(number, cluster.ranks_per_node)
+        name = cluster.node_names[node]
+        # -S -E: a bare interpreter starts in a fraction of the time.
+        start = ["unshare", "--uts", sys.executable, "-S", "-E", "-c", _START_RANK, name]
+        self.number = number
+        self.pipe, into = os.pipe()
+        self.process = subprocess.Popen(
+            [*in_node(name), *start, sys.executable, "-u", *command],
+            env={
+                **KEEP_FREED_MEMORY,
+                "OMP_NUM_THREADS": "1",
+                # Costs for a training's planner, unless it is given others.
+                "MOE_MONTA_CLUSTER": str(_COSTS),
+                **os.environ,
+                "RANK": str(number),
+                "WORLD_SIZE": str(cluster.nodes * cluster.ranks_per_node),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(cluster.ranks_per_node),
+                "MASTER_ADDR": cluster.address(0),
+                "MASTER_PORT": "29500",
+                "GLOO_SOCKET_IFNAME": NIC,
+                # CPU ranks, even where there is a GPU.
+                "MONTA_CPU_RANKS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                ENVIRONMENT_VARIABLE: cluster.to_json(),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=into if number or as_json else None,
+            stderr=into,
+        )
+        os.close(into)
+        self._label = f"[node {node} rank {number}] ".encode()
+        self._rest = b""
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
 
-def _label(cluster: EmulatedCluster, rank: int) -> str:
-    return f"[node {rank // cluster.ranks_per_node} rank {rank}]"
-
-
-class _Forwarder:
-    """Copies lines to standard error with a label in front, one thread per source."""
-
-    def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
-        # By label, the end of what a source has said.
-        self.last_lines: dict[str, deque[str]] = {}
-
-    def add(self, lines: Iterable[bytes], label: str) -> None:
-        """Start copying from a source."""
-        last_lines = self.last_lines[label] = deque(maxlen=_LAST_LINES)
-        thread = threading.Thread(target=self._copy, args=(lines, label, last_lines), daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
-    def finish(self) -> None:
-        """Wait for the sources to end."""
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    @staticmethod
-    def _copy(lines: Iterable[bytes], label: str, last_lines: "deque[str]") -> None:
+    def forward(self) -> bool:
+        """Copy lines from the pipe to standard error; returns whether more may come."""
+        content = os.read(self.pipe, 1 << 16)
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        if not content and self._rest:
+            lines = [self._rest]
         for line in lines:
-            line = line.rstrip(b"\n")
-            last_lines.append(line.decode(errors="replace"))
-            os.write(2, label.encode() + b" " + line + b"\n")
+            self.last_lines.append(line.decode(errors="replace"))
+            os.write(2, self._label + line + b"\n")
+        return content != b""
+
+
+def _follow(ranks: Sequence[_Rank]) -> _Rank | None:
+    """Forward output until all ranks have ended; returns the first that failed, if any."""
+    failed: _Rank | None = None
+    num_running, deadline = len(ranks), float("inf")
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.pipe, selectors.EVENT_READ, rank)
+            selector.register(os.pidfd_open(rank.process.pid), selectors.EVENT_READ, rank)
+        while selector.get_map() and (seconds := deadline - time.monotonic()) > 0:
+            # An infinite time is none that it takes.
+            for key, _ in selector.select(min(seconds, 60.0)):
+                rank = key.data
+                if key.fd == rank.pipe:
+                    if not rank.forward():
+                        selector.unregister(rank.pipe)
+                    continue
+                selector.unregister(key.fd)
+                num_running -= 1
+                if rank.process.wait() != 0 and failed is None:
+                    failed, deadline = rank, time.monotonic() + _GRACE_SECONDS
+                if num_running == 0:
+                    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    return failed
+
+
+def _status_of(failed: _Rank | None) -> int:
+    """Exit status of the command, whose reason is reported if a rank has failed."""
+    if failed is None:
+        return 0
+    status: int = failed.process.returncode
+    status = status if status >= 0 else 128 - status
+    lines = failed.last_lines
+    cause = cause_of(lines) or next(filter(str.strip, reversed(lines)), "it said nothing")
+    tell("emulate", f"rank {failed.number} ended first, {ended(status)}: {cause}")
+    return status
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Notation:
 
 import atexit
 import functools
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,7 +30,6 @@ _all_gather_into_tensor: Callable[..., Any] = dist.all_gather_into_tensor
 _broadcast: Callable[..., Any] = dist.broadcast
 _init_process_group: Callable[..., None] = dist.init_process_group
 _reduce_scatter: Callable[..., Any] = dist.reduce_scatter
-_reduce_scatter_tensor: Callable[..., Any] = dist.reduce_scatter_tensor
 _gloo: Any = dist.ProcessGroupGloo
 
 # Threads that run a group's collectives: the number that torch uses.
@@ -64,58 +62,12 @@ def install() -> None:
 
 
 def install_for_device() -> None:
-    """Put them there for tensors on a device too: processes that share one GPU, without NCCL.
+    """Put them there for processes that share one GPU, without NCCL: messages go through the host.
 
     Before Megatron is imported, which keeps some of torch's functions.
     """
     install()
-    for collective in (
-        all_gather,
-        all_gather_into_tensor,
-        all_to_all,
-        all_to_all_single,
-        reduce_scatter,
-        _reduce_scatter_tensor,
-    ):
-        setattr(dist, collective.__name__, through_host(collective))
-
-
-def through_host(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective of host tensors that takes tensors on a device as well.
-
-    The host waits for what the caller's stream was given when it starts and, in `wait`, for the
-    copy of the result, so no order of streams is put to the test.
-
-    Args:
-        collective: takes its output, its input (either may be a list), then the rest.
-    """
-    signature = inspect.signature(collective)
-
-    @functools.wraps(collective)
-    def staged(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        (output_name, output), (input_name, input_), *_ = call.arguments.items()
-        outputs = output if isinstance(output, list) else [output]
-        if not _is_on_device(outputs[0]):
-            return collective(*args, **kwargs)
-        inputs = input_ if isinstance(input_, list) else [input_]
-        sent = [part.to("cpu", copy=True) for part in inputs]
-        received = [torch.empty(part.shape, dtype=part.dtype) for part in outputs]
-        async_op = call.arguments.get("async_op", False)
-        call.arguments |= {
-            output_name: received if outputs is output else received[0],
-            input_name: sent if inputs is input_ else sent[0],
-            "async_op": True,
-        }
-
-        def copy_back() -> None:
-            for part, result in zip(outputs, received, strict=True):
-                part.copy_(result)
-
-        work = collective(*call.args, **call.kwargs)
-        return _returned(PendingWork([work], copy_back), async_op)
-
-    return staged
+    dist.reduce_scatter_tensor = reduce_scatter_tensor  # type: ignore[assignment]
 
 
 def _is_on_device(tensor: torch.Tensor) -> bool:
@@ -173,11 +125,11 @@ class PendingWork:
         self._works = works
         self._finish = finish
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> bool:
         """Return once the result is in the output tensors."""
         works, self._works = self._works, ()
         for work in works:
-            work.wait() if timeout is None else work.wait(timeout)
+            work.wait()
         finish, self._finish = self._finish, lambda: None
         finish()
         return True
@@ -262,10 +214,32 @@ def _exchange(
 ) -> PendingWork:
     """Send tensors to peers, and receive one from each; all ranks know which of them are empty.
 
+    Tensors on a device go through the host, which waits for what the caller's stream was given when
+    this starts and, in `wait`, for the copy of the result; so no order of streams is put to the
+    test.
+
     Args:
         outputs: n tensors, for what the rank at each position sends here.
         messages: tensors, and the positions of those that each is for.
     """
+    if not any(map(_is_on_device, outputs)):
+        return _exchange_on_host(outputs, messages, group)
+    received = [torch.empty(part.shape, dtype=part.dtype) for part in outputs]
+
+    def copy_back() -> None:
+        for peer in _peers(group):
+            outputs[peer].copy_(received[peer])
+
+    sent = [(tensor.to("cpu", copy=True), peers) for tensor, peers in messages]
+    return PendingWork([_exchange_on_host(received, sent, group)], copy_back)
+
+
+def _exchange_on_host(
+    outputs: Sequence[torch.Tensor],
+    messages: Sequence[tuple[torch.Tensor, Sequence[int]]],
+    group: dist.ProcessGroup,
+) -> PendingWork:
+    """The same of tensors on the host."""
     # Receives first, then sends. 2 x 2 ranks, nodes joined at 500 Mbit/s, 4 and 16 MB: 94 and 89%
     # of the link; Gloo's own posts each send first, so that a peer's "ready to receive" waits
     # with megabytes of data in front, and the link idles in one direction: 62 and 81%.
@@ -355,37 +329,30 @@ def reduce_scatter(
     # 18 to 20 ms, Gloo's own 26 to 31 ms, padded to the longest 23 to 31 ms and up to 124 ms.
     if op != dist.ReduceOp.SUM:
         return _reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-    # [n, numel of part r]
-    received = output.new_empty((len(input_list), output.numel()))
-    work = all_to_all_single(
-        received.view(-1),
-        _joined(input_list),
-        output_split_sizes=[output.numel()] * len(input_list),
-        input_split_sizes=[part.numel() for part in input_list],
-        group=group,
-        async_op=True,
-    )
+    received = output.new_empty((len(input_list), *output.shape))
+    inputs = [part.contiguous() for part in input_list]
+    work = all_to_all(received.unbind(), inputs, group, async_op=True)
     assert work is not None
 
     def add() -> None:
         total = received[0]
         for part in received[1:]:
             total += part
-        output.copy_(total.view_as(output))
+        output.copy_(total)
 
     return _returned(PendingWork([work], add), async_op)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The parts one after the other, flat; no copy if they are adjacent in one storage."""
-    first = parts[0]
-    end = first.storage_offset()
-    for part in parts:
-        neighbour = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not (neighbour and part.is_contiguous() and part.storage_offset() == end):
-            return torch.cat([part.reshape(-1) for part in parts])
-        end += part.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,))
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | PendingWork | None:
+    """`torch.distributed.reduce_scatter_tensor`."""
+    parts = input.view(_given(group).size(), *output.shape).unbind()
+    return reduce_scatter(output, list(parts), op, group, async_op)
 
 
 def _returned(pending: PendingWork, async_op: bool) -> PendingWork | None:

@@ -1,28 +1,20 @@
 """The network of an emulated cluster: namespaces, virtual NICs, a switch, and their rates.
 
-    node 0              switch (a bridge)             node 1
-    nic0 = veth = node0nic0 ---+--- node1nic0 = veth = nic0
+    node 0           switch (a bridge)           node 1
+    nic0 = veth = node0port ---+--- node1port = veth = nic0
       tbf: sends at most R     |    tbf: node 1 receives at most R
-    nic1 = veth = node0nic1 ---+--- node1nic1 = veth = nic1
 
-Both ends of every pair are shaped, so that a node neither sends nor receives faster than its NICs,
-however many peers send to it at once. Ranks of a node reach each other by the same addresses, but
+Both ends of every pair are shaped, so that a node neither sends nor receives faster than its NIC,
+however many peers send to it at once. Ranks of a node reach each other by the same address, but
 over the namespace's own stack (the kernel sends what is addressed to itself through `lo`).
-
-NICs per rank are rails: what is sent from a NIC's address leaves by that NIC (source routing), and
-a socket that is not bound to an address takes the rail of its destination. Gloo binds only the
-listening end of a connection, which is the rank on the lower node, as addresses grow with the node.
-A connection between ranks of different rails therefore uses that rank's rail on both nodes, and a
-balanced exchange loads all NICs equally.
 
 The network is built inside network and mount namespaces (emulator.py) and ends with them.
 """
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.emulation.cluster import NIC, EmulatedCluster
 
 # A tmpfs that only this emulation sees. `ip netns` keeps its names here, and we keep our files.
 PRIVATE_DIRECTORY = Path("/run/netns")
@@ -48,9 +40,6 @@ _SETTINGS = {
     "net/ipv4/tcp_rmem": "4096 131072 2097152",
     # A connection does not fall back to slow start while a program computes.
     "net/ipv4/tcp_slow_start_after_idle": "0",
-    # Each NIC answers only for its own address, although all are on one switch.
-    "net/ipv4/conf/all/arp_ignore": "1",
-    "net/ipv4/conf/all/arp_announce": "2",
 }
 # Absent where the kernel has no IPv6. Router solicitations would count as bytes sent.
 _NO_IPV6 = "net/ipv6/conf/all/disable_ipv6"
@@ -70,13 +59,21 @@ def build(cluster: EmulatedCluster) -> None:
     """
     _make_private_directory()
     _name_hosts(cluster)
-    ports = [node + nic for node in cluster.node_names for nic in cluster.nic_names]
-    _run("ip", "-batch", "-", stdin=_switch(cluster))
-    _run("tc", "-batch", "-", stdin=_rates(cluster, ports))
+    _run("ip", "link", "add", "switch", "type", "bridge")
+    _run("ip", "link", "set", "switch", "up")
+    end = ["mtu", _MTU_BYTES, "gso_max_size", min(_burst_bytes(cluster), _MAX_SEGMENT_BYTES)]
     for node, name in enumerate(cluster.node_names):
+        port, in_netns = f"{name}port", ["-netns", name]
+        _run("ip", "netns", "add", name)
+        peer = ["peer", "name", NIC, *end, "netns", name]
+        _run("ip", "link", "add", port, *end, "type", "veth", *peer)
+        _run("ip", "link", "set", port, "master", "switch", "up")
         _run(*in_node(name), "sh", "-c", _APPLY_SETTINGS)
-        _run("ip", "-netns", name, "-batch", "-", stdin=_routes(cluster, node))
-        _run("tc", "-netns", name, "-batch", "-", stdin=_rates(cluster, cluster.nic_names))
+        _run("ip", *in_netns, "link", "set", "lo", "up")
+        _run("ip", *in_netns, "address", "add", f"{cluster.address(node)}/16", "dev", NIC)
+        _run("ip", *in_netns, "link", "set", NIC, "up")
+        _run("tc", *_limit(cluster, port))
+        _run("tc", *in_netns, *_limit(cluster, NIC))
 
 
 def in_node(name: str) -> list[str]:
@@ -111,50 +108,19 @@ def _name_hosts(cluster: EmulatedCluster) -> None:
     _run("mount", "--bind", str(ours), str(hosts))
 
 
-def _switch(cluster: EmulatedCluster) -> Iterator[str]:
-    """`ip` commands: the bridge, the nodes, and the pairs that join them."""
-    segment_bytes = min(_burst_bytes(cluster), _MAX_SEGMENT_BYTES)
-    yield "link add switch type bridge"
-    yield "link set switch up"
-    for node in cluster.node_names:
-        yield f"netns add {node}"
-        for nic in cluster.nic_names:
-            end = f"mtu {_MTU_BYTES} gso_max_size {segment_bytes}"
-            yield f"link add {node}{nic} {end} type veth peer name {nic} {end} netns {node}"
-            yield f"link set {node}{nic} master switch up"
-
-
-def _routes(cluster: EmulatedCluster, node: int) -> Iterator[str]:
-    """`ip` commands for one node: addresses, and which NIC leads where."""
-    yield "link set lo up"
-    for nic, name in enumerate(cluster.nic_names):
-        address, table = cluster.address(node, nic), 100 + nic
-        yield f"address add {address} dev {name}"
-        yield f"link set {name} up"
-        yield f"rule add from {address} lookup {table}"
-        yield f"route add 10.77.0.0/16 dev {name} src {address} table {table}"
-        for peer in range(cluster.nodes):
-            if peer != node:
-                yield f"route add {cluster.address(peer, nic)} dev {name} src {address}"
-
-
-def _rates(cluster: EmulatedCluster, interfaces: list[str]) -> Iterator[str]:
-    """`tc` commands that limit the outgoing rate of each interface."""
-    rate_bit_per_s = round(cluster.inter_mbit * 1e6)
-    for interface in interfaces:
-        yield (
-            f"qdisc add dev {interface} root tbf rate {rate_bit_per_s}bit "
-            f"burst {_burst_bytes(cluster)} limit {_QUEUE_BYTES}"
-        )
+def _limit(cluster: EmulatedCluster, interface: str) -> list[object]:
+    """The words of `tc` that limit the outgoing rate of an interface."""
+    rate = ["rate", f"{round(cluster.inter_mbit * 1e6)}bit", "burst", _burst_bytes(cluster)]
+    return ["qdisc", "add", "dev", interface, "root", "tbf", *rate, "limit", _QUEUE_BYTES]
 
 
 def _burst_bytes(cluster: EmulatedCluster) -> int:
     return max(_MIN_BURST_BYTES, round(cluster.inter_mbit * 1e6 / 8 * _BURST_SECONDS))
 
 
-def _run(*command: str, stdin: Iterator[str] | None = None) -> None:
-    text = None if stdin is None else "\n".join(stdin) + "\n"
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
+def _run(*words: object) -> None:
+    command = list(map(str, words))
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         said = "; ".join(done.stderr.strip().splitlines())
         needs = "" if command[0] == "mount" else f"; {_KERNEL_NEEDS}"

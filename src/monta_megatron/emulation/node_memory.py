@@ -13,6 +13,7 @@ can map each other's memory. Nodes of an emulated cluster are network namespaces
 """
 
 import ctypes
+import fcntl
 import functools
 import mmap
 import os
@@ -22,7 +23,6 @@ import struct
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from monta_megatron.common.nodes import BOOT_ID
 from monta_megatron.common.torch_private import timeout_of
 
 # torch's own, taken before `gloo_collectives` replaces it by a stand-in.
@@ -65,8 +66,8 @@ class _Message(NamedTuple):
 
 # A key and a message: few enough bytes that a pipe takes them in one piece.
 _RECORD = struct.Struct("6q")
-# More than a pipe holds, so one read finds all that a process wrote before it ended.
-_MOST_RECORDS_READ = 2048
+# Thousands of records, far more than a rank sends before it waits for one.
+_PIPE_BYTES = 1 << 18
 
 
 class _Blocks:
@@ -95,8 +96,6 @@ class _Blocks:
             if self._memory[offset : offset + _HEADER_BYTES] == _ALL_READ:
                 return offset
         offset, self._end = self._end, self._end + size
-        if self._end > _SPACE_BYTES:
-            raise RuntimeError(f"more than {_SPACE_BYTES} bytes of messages wait to be read")
         self._offsets[size].append(offset)
         return offset
 
@@ -123,6 +122,7 @@ class _Mailbox:
         self.name = secrets.randbits(62)
         self.blocks = _Blocks()
         self._pipe, self.pipe = os.pipe()
+        fcntl.fcntl(self._pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self._pipe, False)
         self._processes: dict[int, _Process] = {}
         self._ended: set[int] = set()
@@ -139,15 +139,12 @@ class _Mailbox:
         Args:
             name: name of its mailbox.
             pid, memory, pipe: the process, and its file descriptors of memory and pipe.
-
-        Raises:
-            OSError: the process has ended, or this one may not open its files.
         """
         if name not in self._processes:
             files = Path(f"/proc/{pid}/fd")
             with (files / str(memory)).open("r+b", buffering=0) as file:
                 mapped = mmap.mmap(file.fileno(), _SPACE_BYTES)
-            into = os.open(files / str(pipe), os.O_WRONLY | os.O_NONBLOCK)
+            into = os.open(files / str(pipe), os.O_WRONLY)
             process = _Process(
                 memory=mapped, address=_address_of(mapped), pipe=into, end=os.pidfd_open(pid)
             )
@@ -155,31 +152,12 @@ class _Mailbox:
             self._processes[name] = process
         return self._processes[name]
 
-    def send(self, process: _Process, position: int, record: bytes, until: float) -> None:
-        """Write a record into the pipe of a process, whose position in the group errors name.
-
-        Raises:
-            RuntimeError: it has ended, or its pipe is still full at time `until`.
-        """
-        while True:
-            try:
-                os.write(process.pipe, record)
-                return
-            except BrokenPipeError:
-                raise RuntimeError(f"rank {position} of the group has ended") from None
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise RuntimeError(f"rank {position} of the group reads no messages") from None
-                # It may be stuck here too, because the pipe of this process is full.
-                self.collect()
-                time.sleep(0.001)
-
-    def collect(self) -> dict[_Key, _Message]:
-        """All messages that have arrived."""
+    def has(self, key: _Key) -> bool:
+        """Whether a message has arrived."""
         with self._changed:
             if not self._has_reader:
                 self._read_pipe()
-            return self._messages
+            return key in self._messages
 
     def take(self, process: _Process, key: _Key, until: float) -> _Message:
         """Wait for a message and take it.
@@ -218,7 +196,7 @@ class _Mailbox:
 
     def _read_pipe(self) -> None:
         try:
-            records = os.read(self._pipe, _MOST_RECORDS_READ * _RECORD.size)
+            records = os.read(self._pipe, _PIPE_BYTES)
         except BlockingIOError:
             return
         for values in _RECORD.iter_unpack(records):
@@ -254,27 +232,23 @@ class Neighbours:
         """Send a tensor to some neighbours; it may be changed as soon as this returns.
 
         Raises:
-            RuntimeError: a neighbour has ended, or has not read its pipe within the timeout.
+            RuntimeError: a neighbour has ended.
         """
-        mailbox = _mailbox()
-        until = time.monotonic() + self._timeout.total_seconds()
-        offset = mailbox.blocks.put(tensor.contiguous(), len(positions))
+        offset = _mailbox().blocks.put(tensor.contiguous(), len(positions))
         for reader, position in enumerate(positions):
             record = _RECORD.pack(
                 *_Key(self._group, self._rank, self._sent[position]),
                 *_Message(offset, tensor.nbytes, reader),
             )
             self._sent[position] += 1
-            mailbox.send(self._processes[position], position, record, until)
+            try:
+                os.write(self._processes[position].pipe, record)
+            except BrokenPipeError:
+                raise RuntimeError(f"rank {position} of the group has ended") from None
 
     def receive(self, tensor: torch.Tensor, position: int) -> "Receipt":
-        """Receive a tensor from a neighbour, in the order in which it sends them here.
-
-        Raises:
-            ValueError: the tensor is not contiguous, which Gloo requires too.
-        """
-        if not tensor.is_contiguous():
-            raise ValueError(f"got a tensor of strides {tensor.stride()}, must be contiguous")
+        """Receive a contiguous tensor from a neighbour, in the order in which it sends them."""
+        assert tensor.is_contiguous(), f"strides {tensor.stride()}"
         key = _Key(self._group, position, self._received[position])
         self._received[position] += 1
         return Receipt(tensor, self._processes[position], key, self._timeout)
@@ -289,14 +263,14 @@ class Receipt:
     key: _Key
     timeout: timedelta
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> bool:
         """Copy the message into the tensor once it has arrived; to be called only once.
 
         Raises:
             RuntimeError: the sender has ended, sends nothing, or sends a different number of bytes.
         """
-        seconds = (timeout or self.timeout).total_seconds()
-        message = _mailbox().take(self.process, self.key, time.monotonic() + seconds)
+        until = time.monotonic() + self.timeout.total_seconds()
+        message = _mailbox().take(self.process, self.key, until)
         if message.num_bytes != self.tensor.nbytes:
             raise RuntimeError(
                 f"rank {self.key.sender} of the group sent {message.num_bytes} bytes where "
@@ -309,7 +283,7 @@ class Receipt:
 
     def is_completed(self) -> bool:
         """Whether the message has arrived."""
-        return self.key in _mailbox().collect()
+        return _mailbox().has(self.key)
 
 
 _neighbours: WeakKeyDictionary[dist.ProcessGroup, Neighbours] = WeakKeyDictionary()
@@ -327,28 +301,27 @@ def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process], bool]:
 
     The first and the last are the same on all ranks of the group.
     """
-    rank, size = group.rank(), group.size()
+    size = group.size()
     if not 1 < size <= _HEADER_BYTES:
         return 0, {}, size == 1
     mailbox = _mailbox()
     files = (mailbox.blocks.file, mailbox.pipe)
     card = [secrets.randbits(62), *_node(), mailbox.name, os.getpid(), *files]
     cards = _of_all_ranks(card, group)
-    processes = {}
-    for position, (_, *node, name, pid, memory, pipe) in enumerate(cards):
-        if position != rank and tuple(node) == _node():
-            with suppress(OSError):
-                processes[position] = mailbox.open(name, pid, memory, pipe)
-    # Two ranks use memory if each could open the other's. Nobody ends before all have tried.
-    opened = _of_all_ranks([int(position in processes) for position in range(size)], group)
-    mutual = {position: other for position, other in processes.items() if opened[position][rank]}
-    are_whole_group = all(sum(row) == size - 1 for row in opened)
-    return cards[0][0], mutual, are_whole_group
+    processes = {
+        position: mailbox.open(*other)
+        for position, (_, boot, net_ns, pid_ns, *other) in enumerate(cards)
+        if position != group.rank() and (boot, net_ns, pid_ns) == _node()
+    }
+    # Nobody ends before all have opened its files.
+    num_opened = _of_all_ranks([len(processes)], group)
+    return cards[0][0], processes, all(number == [size - 1] for number in num_opened)
 
 
+@functools.cache
 def _node() -> tuple[int, ...]:
     """An identity that is the same for ranks of one node, and for no others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    boot = BOOT_ID.read_text()
     namespaces = (Path("/proc/self/ns") / name for name in ("net", "pid"))
     return (int(boot[:8], 16), *(namespace.stat().st_ino for namespace in namespaces))
 

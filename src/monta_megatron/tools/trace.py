@@ -20,7 +20,6 @@ ResourceOrHost: TypeAlias = Literal[Resource, "host"]
 # With their names in tables and pictures, in their order there.
 RESOURCES_AND_HOST: Mapping[str, str] = {**RESOURCE_NAMES, "host": "host"}
 STOCK = "stock alltoall"
-MOST_BYTES = 1 << 30
 
 # Thread of a process's first name; its sort index comes first.
 PASSES_THREAD = 1
@@ -192,7 +191,7 @@ class Trace:
         Raises:
             ValueError: one line that names the file and what is wrong with it.
         """
-        text = read_text(path, "a trace of monta bench --trace", MOST_BYTES)
+        text = read_text(path, "a trace of monta bench --trace")
         # row -> process -> its passes and spans
         rows: dict[str, dict[int, tuple[dict[str, Any], list[Span]]]] = {}
         names: dict[int, str] = {}

@@ -1,6 +1,5 @@
 """Whatever is wrong with a file: one line with file, key, value and rule; status 2."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +90,8 @@ VALUES: list[tuple[str, tuple[str | int, ...], object, list[str]]] = [
     ("cluster", ("contention",), [["memory", "disk", 2]], ["contention[0][1]: got 'disk'"]),
     ("cluster", ("curves",), ["alltoall network 8 5:6"], ["curves[0]: got", "at least 2 bytes:us"]),
     ("cluster", ("curves",), ["alltoall network 8 5:6 4:7"], ["curves[0]: got", "ascending"]),
-    ("cluster", ("name",), "a\x1b[2J", [r"name: got 'a\x1b[2J'", "printable characters"]),
-    # Numbers and times that YAML 1.1 takes for something else.
-    ("cluster", ("num_nodes",), "010", ["num_nodes: got '010'", "an integer", "write 10"]),
+    # A number that YAML 1.1 takes for 8.
+    ("cluster", ("num_nodes",), "010", ["num_nodes: got '010'", "an integer"]),
     # Negative, zero, NaN, infinite.
     ("cluster", ("network", "start_us"), -1, ["network.start_us: got -1", "a number >= 0"]),
     ("cluster", ("host", "speed"), 0, ["host.speed: got 0", "> 0"]),
@@ -113,34 +111,18 @@ def test_a_bad_value(
     assert_one_line(capsys, status, [str(tmp_path / f"{file}.yaml"), *words])
 
 
-# Each line stands for ten times the values of the line before.
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
-)
-
 FILES: list[tuple[str, object, list[str]]] = [
-    ("model", "name: [1, 2", ["is no plain YAML in line 1"]),
-    ("model", "a: 1\na: 2\n", ["is no plain YAML in line 2", "'a' is written twice"]),
+    ("model", "name: [1, 2", ["model.yaml:1: is no plain YAML"]),
+    ("model", "a: 1\na: 2\n", ["model.yaml:2: is no plain YAML", "a key", "written once"]),
     ("model", "name: !!python/object/apply:os.getcwd []\n", ["is no plain YAML", "tag"]),
     ("model", "name: x\n---\nname: y\n", ["is no plain YAML"]),
-    ("model", "[" * 20_000, ["is no plain YAML"]),
     ("model", b"\x7fELF\x02\x01\x01\x00\xff\xfe", ["is no text file"]),
-    ("model", f"hidden_size: 0x{'f' * 9_000}", ["in line 1", "an integer must have at most 63"]),
-    # What would take long to read or to show.
-    ("model", LAUGHS, ["is no plain YAML in line 4", "too many values", "10,000", "alias"]),
-    ("model", f"a: [{'1,' * 10_000}]", ["too many values", "at most 10,000"]),
-    ("model", "- " * 21 + "1", ["nested too deeply", "at most 20 levels"]),
-    ("model", "#" * 250_001, ["is too large", "at most 250,000 bytes"]),
     # Keys that YAML would read in silence.
-    ("model", "a: {b: 1, c: 2, b: 3}", ["is no plain YAML in line 1", "'b' is written twice"]),
-    ("model", "[1, 2]: a\n", ["is no plain YAML in line 1", "a key must be a text"]),
-    ("model", "a: &a {b: 1}\nc: {<<: *a}\n", ["in line 2", "<< is not known here"]),
-    # Several keys at once, wherever they are missing.
-    (
-        "cluster",
-        {"name": "x", "network": {"rate": "1 GB/s"}, "memory": {"rate": "1 GB/s"}},
-        ["num_nodes, ", "host, memory.source, network.source: missing, must be"],
-    ),
+    ("model", "a: {b: 1, c: 2,\n b: 3}", ["model.yaml:2: is no plain YAML", "written once"]),
+    ("model", "[1, 2]: a\n", ["model.yaml:1: is no plain YAML", "a key must be a text"]),
+    # Several keys at once, and where a value stands.
+    ("cluster", {"name": "x"}, ["source, num_nodes, ", "host: missing, must be given"]),
+    ("cluster", "name: x\n\nnum_nodes: 0\nhosts: {}\n", ["cluster.yaml:4: hosts: unknown key"]),
 ]
 
 
@@ -148,7 +130,5 @@ FILES: list[tuple[str, object, list[str]]] = [
 def test_a_bad_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, data: object, words: list[str]
 ) -> None:
-    begin_s = time.process_time()
     status = run(tmp_path, **{file: data})
-    assert time.process_time() - begin_s < 1
     assert_one_line(capsys, status, [str(tmp_path), *words])

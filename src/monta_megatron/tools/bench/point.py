@@ -136,7 +136,6 @@ def provenance(bench: Bench) -> dict[str, Any]:
         "command": shlex.join(["monta", *sys.argv[1:]]),
         "settings": strict_yaml.plain(bench.settings),
         "nodes": list(bench.nodes),
-        # The rate that was set, and the measured rates of network and node.
         "emulated_cluster": None if bench.emulated is None else asdict(bench.emulated),
         "skipped": dict(bench.skipped),
     }
@@ -226,7 +225,7 @@ def _time(
 def _limit_ms(bench: Bench, backward: bool) -> float | None:
     """The least time that the links between nodes allow; None if unknown or nothing crosses."""
     emulated = bench.emulated
-    if emulated is None or emulated.measured_inter_gbit_per_s is None:
+    if emulated is None:
         return None
     routing_map = bench.batch.routing_map.cpu().numpy()
     crossing = torch.from_numpy(
@@ -234,5 +233,4 @@ def _limit_ms(bench: Bench, backward: bool) -> float | None:
     )
     dist.all_reduce(crossing)
     row_bytes = (4 if backward else 2) * bench.batch.hidden[0].nbytes
-    node_gbit_per_s = emulated.measured_inter_gbit_per_s * emulated.nics_per_node
-    return traffic.limit_ms(crossing.numpy(), row_bytes, node_gbit_per_s)
+    return traffic.limit_ms(crossing.numpy(), row_bytes, emulated.inter_mbit / 1e3)

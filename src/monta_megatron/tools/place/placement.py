@@ -207,7 +207,6 @@ class Placement:
 
 
 # A thousand layers of a thousand experts take less.
-MOST_BYTES = 8_000_000
 
 
 def read_placement(path: Path) -> Placement:
@@ -216,7 +215,7 @@ def read_placement(path: Path) -> Placement:
     Raises:
         ValueError: one line that names the file, the layer and the rule.
     """
-    document = files.read(path, MOST_BYTES)
+    document = files.read(path)
     try:
         num_experts = document["num_experts"]
         layers = {int(layer): list(order) for layer, order in document["placement"].items()}

@@ -1,0 +1,84 @@
+"""Processes to interrupt: each leads a group, and its descendants bear a mark."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+LIMIT_S = 120.0
+# In the environment of a process and of its descendants.
+MARK = "TEST_MARK"
+
+
+@contextmanager
+def started(
+    words: Sequence[str], folder: Path, **environment: str
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A Python that leads a group of its own, and a mark that all its processes bear.
+
+    Args:
+        words: its arguments.
+        folder: where it runs; "stdout" and "stderr" there are its outputs.
+        environment: added to this process's.
+    """
+    mark = uuid.uuid4().hex
+    with (
+        (folder / "stdout").open("w") as stdout,
+        (folder / "stderr").open("w") as stderr,
+        subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder,
+            env={**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", **environment},
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+            # A background job of a shell ignores it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ) as process,
+    ):
+        try:
+            yield process, mark
+        finally:
+            for number in marked(mark):
+                os.kill(number, signal.SIGKILL)
+
+
+def marked(mark: str, **environment: str) -> list[int]:
+    """The processes that bear a mark, and such variables."""
+    wanted = {f"{name}={value}".encode() for name, value in {MARK: mark, **environment}.items()}
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted <= set(path.read_bytes().split(b"\0")):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(process: "subprocess.Popen[str]", happened: Callable[[], bool], stderr: Path) -> None:
+    """Wait for a condition while the process runs."""
+    deadline = time.monotonic() + LIMIT_S
+    while not happened():
+        assert process.poll() is None and time.monotonic() < deadline, stderr.read_text()
+        time.sleep(0.02)
+
+
+def interrupt(process: "subprocess.Popen[str]", send: Callable[[int, int], None], mark: str) -> int:
+    """The exit status after an interrupt; no process stays."""
+    send(process.pid, signal.SIGINT)
+    status = process.wait(timeout=LIMIT_S)
+    assert marked(mark) == []
+    return status
+
+
+def network_names() -> str:
+    """Named namespaces and interfaces of this machine."""
+    names = ["ip", "netns", "list"], ["ip", "-brief", "link", "show"]
+    return "".join(subprocess.run(words, capture_output=True, text=True).stdout for words in names)
