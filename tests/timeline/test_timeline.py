@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from linear_pipeline import Stage, operation_of, with_waits, work_of
+from linear_pipeline import Stage, operation_of, work_of
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.program import Operation, Policy
+from monta_megatron.chains.program import Operation, Policy, with_waits
 from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.core import Shape
