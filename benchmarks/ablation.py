@@ -34,6 +34,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from numpy.typing import NDArray
 from sweep import Study, start
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.tables import table
@@ -102,11 +103,15 @@ def build(bench: Bench) -> Bench:
     ours = [monta_candidate(bench, CHAIN, number) for number in numbers]
     serial = ours[-1].dispatcher
     bind = serial._bind
+    permutes_apart = replace(CHAINS[CHAIN], order=order_with_permutes_apart)
 
     def bind_in_order(counts: MicroBatchCounts) -> None:
         bind(counts)
         exchanges = serial.micro_batch.exchanges
-        exchanges[:] = [replace(each, order=order_with_permutes_apart) for each in exchanges]
+        exchanges[:] = [
+            replace(each, bound_chain=replace(each.bound_chain, chain=permutes_apart))
+            for each in exchanges
+        ]
 
     serial._bind = bind_in_order
     return replace(bench, candidates=[stock_candidate(bench, "alltoall"), whole_group, *ours])

@@ -171,9 +171,9 @@ def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """What is timed, and the bytes that each has to read and write at least."""
     from monta_megatron.chains.stages import Parts
     from monta_megatron.exchange.copies import Copies
+    from monta_megatron.exchange.expert_lists import expert_ids_of
     from monta_megatron.exchange.kernels.count_routing import count_routing
     from monta_megatron.exchange.kernels.duplicate import duplicate
-    from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
     from monta_megatron.exchange.kernels.find_copies import find_copies
     from monta_megatron.exchange.kernels.reduce import reduce
     from monta_megatron.exchange.memory import Columns
@@ -181,7 +181,7 @@ def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     probs = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=device)
     routing_map = torch.zeros_like(probs, dtype=torch.bool)
     routing_map.scatter_(1, probs.topk(TOPK, dim=1).indices, True)
-    lists, ids = expert_ids_of(routing_map, probs, TOPK)
+    lists, ids = expert_ids_of(routing_map, probs, TOPK, fused=True)
     tokens = torch.randn(NUM_TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
     row_bytes = HIDDEN * tokens.itemsize
     copies, messages = {}, {}
@@ -203,7 +203,7 @@ def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
             routing_map.nbytes,
         ),
         "expert_lists": (
-            lambda: expert_ids_of(routing_map, probs, TOPK),
+            lambda: expert_ids_of(routing_map, probs, TOPK, fused=True),
             routing_map.nbytes + 3 * lists.nbytes,
         ),
         "find_copies": (

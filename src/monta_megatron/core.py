@@ -1,6 +1,17 @@
 """The nouns that all rooms share: Layout, Shape and Choice. No torch, and nothing of ours.
 
-Notation: S = source ranks = EP * ETP, L = local experts per EP rank.
+Letters of shapes in `chains`, `exchange` and `integration`, in comments and as suffixes of names:
+
+    T  tokens of a rank         E  experts                  H  hidden size
+    K  experts of a token       W  the most of any token    L  local experts of an EP rank
+    N  rows                     M  copies of rows, terms of sums, or rows on the experts' side
+    R  other rows: a part of them, or runs
+    C  chunks                   B  token blocks
+    S  ranks of the exchange    D  EP ranks                 G  ETP ranks; S = D * G
+    A  nodes                    Q  ranks of a node          q  rails, one for each of these
+    P  parts of the experts, or ranks of a collective's group
+    X  columns of a count message                           J  all counts that a rank needs
+    1  an axis of length one; behind a letter, one entry more: N1 = N + 1
 """
 
 from collections.abc import Hashable

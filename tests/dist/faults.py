@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 
+from monta_megatron.chains import BoundChain
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import DISPATCH_BACKWARD, BoundProgram
 from monta_megatron.exchange import buffers, exchange, executor, operations
@@ -19,7 +21,7 @@ Fault = Callable[[], AbstractContextManager[Any]]
 
 def two_rows_swapped() -> Any:
     """The first two rows of every copy into place change places."""
-    original = exchange._row_indices
+    original = exchange._expand_runs
 
     def swapped(*args: Any) -> tuple[torch.Tensor, ...]:
         rows_of_chunks = original(*args)
@@ -28,7 +30,7 @@ def two_rows_swapped() -> Any:
                 rows[:2] = rows[:2].flip(0)
         return rows_of_chunks
 
-    return mock.patch.object(exchange, "_row_indices", swapped)
+    return mock.patch.object(exchange, "_expand_runs", swapped)
 
 
 def last_chunk_skipped() -> Any:
@@ -86,8 +88,8 @@ def serial_loop() -> Any:
     def order(offsets: Any, num_chunks: int) -> list[tuple[int, int]]:
         return [(stage, chunk) for chunk in range(num_chunks) for stage in range(len(offsets))]
 
-    def in_order(*arguments: Any, **options: Any) -> BoundProgram:
-        return lower(*arguments, **{**options, "order": order})
+    def in_order(bound: BoundChain, *arguments: Any) -> BoundProgram:
+        return lower(replace(bound, chain=replace(bound.chain, order=order)), *arguments)
 
     return mock.patch.object(buffers, "lower", in_order)
 

@@ -125,14 +125,14 @@ def after(
 def swap_experts(buffers: Buffers, operation: Operation) -> None:
     """The first rows of the first two experts change places."""
     second = int(buffers.exchange.bound_chain.rows_per_local_expert[0])
-    into, _ = buffers.target(operation)
+    into = buffers.target(operation)
     if operation.chunk == buffers.exchange.bound_chain.num_chunks - 1:
         into.rows[[0, second]] = into.rows[[second, 0]]
 
 
 def write_twice(buffers: Buffers, operation: Operation) -> None:
     """A row of the second chunk lies where the next one should."""
-    into, index = buffers.target(operation)
+    into, index = buffers.target(operation), buffers.row_indices(operation)
     assert index is not None
     if operation.chunk == 1:
         into.rows[index[3]] = into.rows[index[2]]
@@ -140,14 +140,14 @@ def write_twice(buffers: Buffers, operation: Operation) -> None:
 
 def take_neighbour(buffers: Buffers, operation: Operation) -> None:
     """A probability is that of the next row."""
-    into, index = buffers.target(operation)
+    into, index = buffers.target(operation), buffers.row_indices(operation)
     assert index is not None and into.probs is not None
     into.probs[index[2]] = into.probs[index[2] + 1]
 
 
 def forget_chunk(buffers: Buffers, operation: Operation) -> None:
     """A chunk's rows stay 0."""
-    into, index = buffers.target(operation)
+    into, index = buffers.target(operation), buffers.row_indices(operation)
     if operation.chunk == 1:
         into.rows[slice(None) if index is None else index] = 0
 

@@ -70,7 +70,7 @@ def test_one_exchange_refuses_for_all(pools: Pools) -> None:
     environment = [{"NCCL_HOSTID": each} for each in "aabbbb"]
     refusals = pools[6].run(refusal_of, [case] * 6, environment)
     here = "moe_monta_chain: hierarchical_alltoall cannot run here: the ranks of the exchange lie "
-    there = [f" (on the exchange of rank {rank})" for rank in range(3)]
+    there = [f" (in the expert group of rank {rank})" for rank in range(3)]
     assert refusals == [
         f"{here}on nodes [0, 0, 1], not evenly in order{where}" for where in ["", "", "", *there]
     ]

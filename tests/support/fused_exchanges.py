@@ -18,11 +18,10 @@ from monta_megatron.calibration.tasks import NUM_COPIES, Point
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange import count_messages
-from monta_megatron.exchange import expert_lists as torch_lists
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.kernels import expert_lists
+from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.memory import Columns, MessageFormat
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
@@ -120,8 +119,7 @@ def _passes(
     width = exchange.max_experts_per_token
     probs, ids = torch.rand(num_rows), None
     if width:
-        list_experts = expert_lists.expert_ids_of if fused else torch_lists.expert_ids_of
-        probs, ids = list_experts(routing_map, torch.rand(routing_map.shape), width)
+        probs, ids = expert_ids_of(routing_map, torch.rand(routing_map.shape), width, fused)
     rows, gradients = torch.randn(2, num_rows, HIDDEN).to(dtype)
     outputs = torch.randn(num_expert_rows, HIDDEN).to(dtype)
     prob_gradients = torch.rand(num_expert_rows)

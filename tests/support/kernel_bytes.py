@@ -14,9 +14,9 @@ from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
-from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
@@ -59,7 +59,7 @@ def compare() -> None:
     torch.manual_seed(0)
     chosen = torch.rand(NUM_TOKENS, NUM_EXPERTS).topk(TOPK, dim=1).indices
     routing_map = torch.zeros(NUM_TOKENS, NUM_EXPERTS, dtype=torch.bool).scatter_(1, chosen, True)
-    _, ids = expert_ids_of(routing_map, torch.rand(routing_map.shape), TOPK)
+    _, ids = expert_ids_of(routing_map, torch.rand(routing_map.shape), TOPK, fused=True)
     num_pairs = NUM_TOKENS * TOPK
     ranks = Parts(first=0, size=NUM_EXPERTS // 4, num_parts=4)
     num_copies = int(routing_map.unflatten(1, (4, -1)).any(dim=2).sum())
@@ -101,7 +101,7 @@ def compare() -> None:
 
     probs = torch.rand(routing_map.shape).requires_grad_()
     with counted() as total:
-        lists, _ = expert_ids_of(routing_map, probs, TOPK)
+        lists, _ = expert_ids_of(routing_map, probs, TOPK, fused=True)
     _check("expert_ids_of", total, routing_map.nbytes + num_pairs * (4 + pair))
     with counted() as total:
         lists.sum().backward()

@@ -14,11 +14,10 @@ import torch
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange import copies as reference
 from monta_megatron.exchange import copies as routing_counts
-from monta_megatron.exchange import expert_lists
 from monta_megatron.exchange.copies import Copies, PartBounds
+from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
-from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
@@ -116,7 +115,7 @@ def _check(case: Case) -> None:
     routing_map = _routing_map(case)
     most = max(int(routing_map.sum(dim=1).max()) if case.num_rows else 0, 1) + case.padding
     width = min(most, case.num_experts)
-    _, ids = expert_lists.expert_ids_of(routing_map, torch.zeros(routing_map.shape), width)
+    _, ids = expert_ids_of(routing_map, torch.zeros(routing_map.shape), width)
     inside = routing_map[:, parts.first : parts.first + parts.size * parts.num_parts]
     num_copies = int(inside.unflatten(1, (parts.num_parts, -1)).any(dim=2).sum())
 
@@ -242,9 +241,9 @@ def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
     probs[1] = probs[0].clone()
     gradient = _values((case.num_rows, width), dtype)
     results = []
-    for function, leaf in zip((expert_lists.expert_ids_of, expert_ids_of), probs, strict=True):
+    for fused, leaf in zip((False, True), probs, strict=True):
         leaf.requires_grad_()
-        lists, ids = function(routing_map, leaf, width)
+        lists, ids = expert_ids_of(routing_map, leaf, width, fused)
         lists.backward(gradient)
         results.append({"lists": lists, "ids": ids, "gradient": leaf.grad})
     expected, actual = results

@@ -41,7 +41,7 @@ ROWS = ("counts", "enter", "dispatch", "combine", "leave", "combine_backward", "
 LISTED = (
     "integration.count_sources.copy_to_host",
     "integration.count_sources.read",
-    "exchange.exchange._row_indices",
+    "exchange.exchange._expand_runs",
 )
 # Device kernels of an operation of ATen, where they are not one. Sorts are CUB's radix sort of
 # 64-bit keys with its copies; scans have a kernel that begins them; a copy is a transfer.

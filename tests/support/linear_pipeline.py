@@ -1,9 +1,9 @@
 """Stages that follow each other, as operations of a program, without a chain."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from monta_megatron.chains.program import Operation, Policy, Resource, waits_of
+from monta_megatron.chains.program import Operation, Resource
 from monta_megatron.planner.price import Work
 
 
@@ -43,19 +43,5 @@ def operation_of(number: int, stage: int, chunk: int, stages: Sequence[Stage]) -
         resource=resource,
         group=None if resource == "memory" else f"group {stage}",  # type: ignore[arg-type]
         stream=stage,
-        waits=(),
-        after=(),
-        launch_after=(),
-        host="enqueues",
         ranks_per_sum=0,
     )
-
-
-def with_waits(
-    operations: Sequence[Operation], needs: Sequence[Collection[int]], policy: Policy
-) -> list[Operation]:
-    """The operations with what they wait for."""
-    waits = waits_of(operations, needs, policy)
-    return [
-        operation._replace(**of._asdict()) for operation, of in zip(operations, waits, strict=True)
-    ]

@@ -301,7 +301,7 @@ def key_of(layer: Layer, buffers: Buffers, operation: Operation) -> tuple[int, s
 def _sent(buffers: Buffers, operation: Operation) -> list[torch.Tensor]:
     """The columns of its message."""
     number = operation.reads[0]
-    columns = buffers.columns(number) if number else buffers.source(operation)[0]
+    columns = buffers.columns(number) if number else buffers.source(operation)
     return columns.tensors()
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from linear_pipeline import Stage, operation_of, with_waits, work_of
+from linear_pipeline import Stage, operation_of, work_of
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.chains.program import with_waits
 from monta_megatron.cli import main
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model

@@ -42,7 +42,7 @@ from monta_megatron.exchange.memory import Columns
 HIDDEN = 32
 NUM_BLOCKS = 6
 NUM_CHUNKS = 3
-ROW_INDICES = "exchange.exchange._row_indices"
+ROW_INDICES = "exchange.exchange._expand_runs"
 CASES = [
     (chain.name, ep, etp)
     for chain in CHAINS.values()
@@ -92,12 +92,8 @@ def source_lanes(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -
     if not exchange.max_experts_per_token:
         return Columns(rows=rows, probs=torch.empty(num_rows, device="cuda"))
     on_device = torch.empty(routed.shape, dtype=torch.bool, device="cuda")
-    list_experts = expert_ids_of
-    if exchange.fused:
-        from monta_megatron.exchange.kernels.expert_lists import expert_ids_of as list_experts
-    probs, ids = list_experts(
-        on_device, torch.empty(routed.shape, device="cuda"), exchange.max_experts_per_token
-    )
+    on_map, width = torch.empty(routed.shape, device="cuda"), exchange.max_experts_per_token
+    probs, ids = expert_ids_of(on_device, on_map, width, exchange.fused)
     return Columns(rows=rows, probs=probs, ids=ids)
 
 
@@ -229,7 +225,7 @@ def test_a_planted_wait_is_found(fault: str) -> None:
     duplicate = torch_operations.OPERATIONS["duplicate"]
 
     def with_fault(buffers: Buffers, operation: Operation) -> list[dist.Work]:
-        plant(buffers.source(operation)[0].rows)
+        plant(buffers.source(operation).rows)
         return duplicate(buffers, operation)
 
     device = FakeDevice(listed=[ROW_INDICES])

@@ -40,7 +40,7 @@ from monta_megatron.planner.price import lower_expected
 LAYOUT = LAYOUTS[16, 1]
 COPY = "integration.count_sources.copy_to_host"
 WAIT = "integration.count_sources.read"
-ROW_INDICES = "exchange.exchange._row_indices"
+ROW_INDICES = "exchange.exchange._expand_runs"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -154,7 +154,8 @@ def test_nothing_waits_for_what_is_issued_later_in_any_order() -> None:
         return sorted(order, key=lambda issued: (issued[0] > 0, issued[0] == len(offsets) - 1))
 
     bound = bound_chain(rows=66, num_chunks=6)
-    program = lower(bound, DISPATCH, BF16, 0, order=places_apart).program
+    bound = dataclasses.replace(bound, chain=dataclasses.replace(bound.chain, order=places_apart))
+    program = lower(bound, DISPATCH, BF16, 0).program
     assert [each.stage for each in program.operations[:6]] == ["pack"] * 6
     for operation in program.operations:
         assert all(number < operation.number for number in (*operation.waits, *operation.after))

@@ -4,7 +4,7 @@ Notation: N = rows, H = hidden size, M = copies.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import cycle
 from typing import Any, TypeAlias
@@ -79,7 +79,7 @@ def _copy(num_rows: int, device: torch.device, fused: bool) -> Callable[[], torc
     """Copy rows in another order: [N, H]."""
     rows_NH = _rows(num_rows, device)
     order_N = torch.randperm(num_rows, device=device)
-    launches: dict[Hashable, Any] = {}
+    launches: dict[str, Any] = {}
 
     def copy() -> torch.Tensor:
         into_NH = torch.empty_like(rows_NH)
@@ -98,7 +98,7 @@ def _copy(num_rows: int, device: torch.device, fused: bool) -> Callable[[], torc
 def _sum(num_rows: int, device: torch.device, fused: bool) -> Callable[[], torch.Tensor]:
     """Sum `NUM_COPIES` copies of each row in fp32: [M, H] -> [N, H]."""
     rows_MH = _rows(num_rows * NUM_COPIES, device)
-    launches: dict[Hashable, Any] = {}
+    launches: dict[str, Any] = {}
     numbers_M = torch.arange(len(rows_MH), device=device)
     copies = Copies(
         row=numbers_M % num_rows,

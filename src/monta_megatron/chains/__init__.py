@@ -1,16 +1,4 @@
-"""Chains as plain data, with no torch.
-
-Letters of shapes in this room, in comments and as suffixes of names; 1 is an axis of length one:
-
-    C  chunks                     B  token blocks
-    S  source ranks = E * T       E  EP ranks          T  ETP ranks
-    L  local experts of an EP rank
-    N  nodes                      R  ranks of a node   r  rails: the same position on every node
-    P  peers of a collective, or parts of a `Duplicate`
-    H  hidden size                W  most experts of any token
-
-In `exchange`, as in Megatron, T are tokens, E experts; each of its files has its own line.
-"""
+"""Chains as plain data, with no torch."""
 
 from collections.abc import Sequence
 

@@ -7,12 +7,12 @@ copies of the chunk before that run alongside both (arXiv 2411.00662; here in fo
 At ETP = 1 it is a chunked AllToAll. A row is a permuted token, so a token may cross the network
 once for each of its experts.
 
-Order of rows (ETP rank t, source EP rank e, local expert l; r: the tokens of one (t, e, l)):
+Order of rows (ETP rank g, source EP rank d, local expert l; r: the tokens of one (g, d, l)):
 
-    source side       (e = this rank)   expert-major: Megatron's own permutation
-    after A2A(EP)     (e, l, r)         of chunk c
-    after AG(ETP)     (t, e, l, r)      of chunk c
-    expert side       (l, t, e, r)      stock's order, all chunks
+    source side       (d = this rank)   expert-major: Megatron's own permutation
+    after A2A(EP)     (d, l, r)         of chunk c
+    after AG(ETP)     (g, d, l, r)      of chunk c
+    expert side       (l, g, d, r)      stock's order, all chunks
 
 Hand-worked: EP 2, ETP 1, L = 2, two chunks; this rank holds rows [a a b b b b | c d d] for the
 experts 0 1 | 2 3. Chunk 0 takes two thirds of each count, plus a third of a row for the second
@@ -51,37 +51,37 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     sent_bounds, received_bounds = (
         split(rows, num_chunks) for rows in (counts.sent, counts.received)
     )
-    sent_CEL, received_CTEL = (np.diff(of, axis=0) for of in (sent_bounds, received_bounds))
+    sent_CDL, received_CGDL = (np.diff(of, axis=0) for of in (sent_bounds, received_bounds))
 
     # Step 2: scatter map of the source side: one run of every expert's rows.
     def source_runs() -> tuple[RowCounts, RowCounts]:
-        starts_CEL = starts_of(counts.sent) + sent_bounds[:-1]
-        return sent_CEL.reshape(num_chunks, -1), starts_CEL.reshape(num_chunks, -1)
+        starts_CDL = starts_of(counts.sent) + sent_bounds[:-1]
+        return sent_CDL.reshape(num_chunks, -1), starts_CDL.reshape(num_chunks, -1)
 
     packed = None
     if num_chunks > 1:
         packed = Segments(num_runs=counts.sent.size, find_runs=source_runs)
 
-    # Step 3: scatter map of the expert side: runs (l, t, e), each after those of earlier chunks.
+    # Step 3: scatter map of the expert side: runs (l, g, d), each after those of earlier chunks.
     def expert_runs() -> tuple[RowCounts, RowCounts]:
-        # [T, E, L] -> [L, T, E], laid end to end, and back
-        starts_TEL = starts_of(counts.received.transpose(2, 0, 1)).transpose(1, 2, 0)
-        starts_CTEL = starts_TEL + received_bounds[:-1]
-        return received_CTEL.reshape(num_chunks, -1), starts_CTEL.reshape(num_chunks, -1)
+        # [G, D, L] -> [L, G, D], laid end to end, and back
+        starts_GDL = starts_of(counts.received.transpose(2, 0, 1)).transpose(1, 2, 0)
+        starts_CGDL = starts_GDL + received_bounds[:-1]
+        return received_CGDL.reshape(num_chunks, -1), starts_CGDL.reshape(num_chunks, -1)
 
     ordered = None
     if num_chunks > 1 or num_local_experts > 1:
         ordered = Segments(num_runs=counts.received.size, find_runs=expert_runs)
 
     # Step 4: rows of each stage.
-    arrived_CE = received_CTEL[:, etp_rank].sum(axis=2)
-    gathered_CT = received_CTEL.sum(axis=(2, 3))
-    source_rows_C1 = sent_CEL.sum(axis=(1, 2))[:, None]
-    expert_rows_C1 = gathered_CT.sum(axis=1)[:, None]
+    arrived_CD = received_CGDL[:, etp_rank].sum(axis=2)
+    gathered_CG = received_CGDL.sum(axis=(2, 3))
+    source_rows_C1 = sent_CDL.sum(axis=(1, 2))[:, None]
+    expert_rows_C1 = gathered_CG.sum(axis=1)[:, None]
     return (
         BoundStage(stage=PACK, send=source_rows_C1, receive=source_rows_C1, segments=packed),
-        BoundStage(stage=EP_ALLTOALL, send=sent_CEL.sum(axis=2), receive=arrived_CE),
-        bind_gather(GATHER, gathered_CT, etp_rank),
+        BoundStage(stage=EP_ALLTOALL, send=sent_CDL.sum(axis=2), receive=arrived_CD),
+        bind_gather(GATHER, gathered_CG, etp_rank),
         BoundStage(stage=ORDER, send=expert_rows_C1, receive=expert_rows_C1, segments=ordered),
     )
 

@@ -39,13 +39,13 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     assert isinstance(counts, TokenCounts)
     assert counts.sent_to_ranks is not None and counts.for_rank is not None
     split = bind_split(layout, counts, num_chunks)
-    sent_CE = by_chunk(counts.sent_to_ranks, num_chunks, axis=0)
-    received_CE = by_chunk(counts.for_rank, num_chunks, axis=1).T
+    sent_CD = by_chunk(counts.sent_to_ranks, num_chunks, axis=0)
+    received_CD = by_chunk(counts.for_rank, num_chunks, axis=1).T
     parts = Parts(first=0, size=layout.num_local_experts, num_parts=layout.ep)
-    alltoall = BoundStage(stage=EP_ALLTOALL, send=sent_CE, receive=received_CE)
+    alltoall = BoundStage(stage=EP_ALLTOALL, send=sent_CD, receive=received_CD)
     return (
         split,
-        BoundStage(stage=TO_RANKS, send=split.receive, receive=sent_CE, parts=parts),
+        BoundStage(stage=TO_RANKS, send=split.receive, receive=sent_CD, parts=parts),
         alltoall,
         *bind_experts(layout, counts, alltoall, arrival(layout.ep, layout.etp)),
     )

@@ -76,7 +76,7 @@ def starts_of(lengths: RowCounts) -> RowCounts:
 Rows: TypeAlias = Literal["permuted tokens", "tokens"]
 # What a chain is bound to, by its `rows`.
 ChainCounts: TypeAlias = Counts | TokenCounts
-# An order of issue: always `order_of_issue`, except in benchmarks/ablation.py.
+# See `order_of_issue`.
 Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
 
 
@@ -111,6 +111,7 @@ class Chain:
         bind_stages: (layout, counts, num_chunks) -> the stages with their rows.
         incompatibility: why the chain cannot run on a layout, or None if it can.
         serial: the chain runs in one chunk.
+        order: of issue, of stages and chunks; benchmarks/ablation.py has another one.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Chain:
     bind_stages: Callable[[Layout, ChainCounts, int], tuple[BoundStage, ...]]
     incompatibility: Callable[[Layout], str | None] = lambda layout: None
     serial: bool = False
+    order: Order = order_of_issue
 
     @property
     def copies_per(self) -> tuple[str, ...]:
@@ -201,7 +203,10 @@ class BoundChain:
     def shape(self) -> "ChainShape":
         """Properties that its programs depend on; the same object for equal ones."""
         stages = tuple([stage.shape for stage in self.stages])
-        return _chain_shape(stages, self.num_chunks, self.layout.etp, self.layout.crossing_groups)
+        layout = self.layout
+        return _chain_shape(
+            stages, self.num_chunks, layout.etp, layout.crossing_groups, self.chain.order
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,12 +218,14 @@ class ChainShape:
         num_chunks: C.
         etp: expert tensor parallel size.
         crossing_groups: the groups that span nodes.
+        order: of issue.
     """
 
     stages: tuple[StageShape, ...]
     num_chunks: int
     etp: int
     crossing_groups: frozenset[GroupName]
+    order: Order
 
 
 # Programs are cached by the shape of a chain, whose hash is that of its identity: equal shapes are

@@ -40,8 +40,8 @@ class Counts:
     Counts are integers at run time, and expected values (floats) in the planner.
 
     Attributes:
-        sent: [E, L] rows of this rank for each expert, by the expert's EP rank.
-        received: [T, E, L] rows from every source rank for each expert of this EP rank.
+        sent: [D, L] rows of this rank for each expert, by the expert's EP rank.
+        received: [G, D, L] rows from every source rank for each expert of this EP rank.
     """
 
     sent: RowCounts
@@ -67,11 +67,11 @@ class TokenCounts:
     Attributes:
         tokens: [S, B] tokens of every source.
         experts: [S, B, L] token-expert pairs of every source for each expert of this rank.
-        sent_to_ranks: [B, E] tokens of this rank for each EP rank.
+        sent_to_ranks: [B, D] tokens of this rank for each EP rank.
         for_rank: [S, B] tokens of every source for this rank.
-        sent_to_nodes: [B, N] tokens of this rank for each node.
+        sent_to_nodes: [B, A] tokens of this rank for each node.
         for_node: [S, B] tokens of every source for this node.
-        for_node_ranks: [S, B, R] tokens of every source for each rank of this node.
+        for_node_ranks: [S, B, Q] tokens of every source for each rank of this node.
     """
 
     tokens: RowCounts

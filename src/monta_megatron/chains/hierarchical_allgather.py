@@ -30,10 +30,10 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     """Rows per stage, chunk and peer; see `Chain.bind`."""
     assert isinstance(counts, TokenCounts)
     assert counts.for_node is not None
-    # [S, C] -> [N, r, C] -> [C, r]: tokens that arrived in this node along each rail.
+    # [S, C] -> [A, q, C] -> [C, q]: tokens that arrived in this node along each rail.
     tokens_SC = by_chunk(counts.for_node, num_chunks, axis=1)
-    tokens_Cr = tokens_SC.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
-    gather = bind_gather(GATHER, tokens_Cr, layout.position)
+    tokens_Cq = tokens_SC.reshape(layout.num_nodes, layout.ranks_per_node, num_chunks).sum(axis=0).T
+    gather = bind_gather(GATHER, tokens_Cq, layout.position)
     return (
         *bind_node_copies(layout, counts, num_chunks),
         gather,

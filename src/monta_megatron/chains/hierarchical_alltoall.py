@@ -39,23 +39,23 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     assert counts.for_node_ranks is not None
     num_ranks = layout.ranks_per_node
     split, to_nodes, along_rail = bind_node_copies(layout, counts, num_chunks)
-    # [S, C, R] -> [N, r, C, R] -> [r, C, R]: tokens of each rail for each rank of this node.
-    tokens_SCR = by_chunk(counts.for_node_ranks, num_chunks, axis=1)
-    tokens_rCR = tokens_SCR.reshape(layout.num_nodes, num_ranks, num_chunks, num_ranks).sum(axis=0)
-    sent_CR = tokens_rCR[layout.position]
-    received_CR = tokens_rCR[:, :, layout.position].T
+    # [S, C, Q] -> [A, q, C, Q] -> [q, C, Q]: tokens of each rail for each rank of this node.
+    tokens_SCQ = by_chunk(counts.for_node_ranks, num_chunks, axis=1)
+    tokens_qCQ = tokens_SCQ.reshape(layout.num_nodes, num_ranks, num_chunks, num_ranks).sum(axis=0)
+    sent_CQ = tokens_qCQ[layout.position]
+    received_CQ = tokens_qCQ[:, :, layout.position].T
     parts = Parts(
         first=layout.node * num_ranks * layout.num_local_experts,
         size=layout.num_local_experts,
         num_parts=num_ranks,
     )
     arrived_C1 = along_rail.receive.sum(axis=1, keepdims=True)
-    in_node = BoundStage(stage=NODE_ALLTOALL, send=sent_CR, receive=received_CR)
+    in_node = BoundStage(stage=NODE_ALLTOALL, send=sent_CQ, receive=received_CQ)
     return (
         split,
         to_nodes,
         along_rail,
-        BoundStage(stage=TO_RANKS, send=arrived_C1, receive=sent_CR, parts=parts),
+        BoundStage(stage=TO_RANKS, send=arrived_C1, receive=sent_CQ, parts=parts),
         in_node,
         *bind_experts(layout, counts, in_node, arrival(len(layout.nodes), layout.etp, num_ranks)),
     )

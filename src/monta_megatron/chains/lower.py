@@ -5,12 +5,10 @@ every pass. Collectives are issued in the same order on every rank, whatever the
 without rows is sent too.
 
 Chunk buffers form rings: a buffer's slot is used again by the chunk that comes `ring_size` chunks
-later. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue, the launch queue: a
-wait that is issued earlier than needed holds up everything behind it, whatever its stream. So each
-ring is the smallest that adds no wait for a collective to the launch queue: the readers of a slot
-are waited for before the operation that overwrites it is issued. On the device that operation may
-still start later than with a buffer of its own; the planner prices that. On CPU ranks there is no
-ring, and a buffer is released after its last read.
+later. Each ring is the smallest that adds no wait for a collective to the launch queue, which
+`exchange.streams` explains with everything else that waits: the readers of a slot are waited for
+before the operation that overwrites it is issued. On the device that operation may still start
+later than with a buffer of its own; the planner prices that. On CPU ranks there is no ring.
 
 Indices, in the combine of `alltoall_allgather` with ETP 2, in three chunks, with fused kernels. A
 stage has an index in the chain and one in the pass, which are each other's reverse in a transposed
@@ -45,8 +43,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from monta_megatron.chains.chain import BoundChain, ChainShape, Order, order_of_issue
+from monta_megatron.chains.chain import BoundChain, ChainShape
 from monta_megatron.chains.program import (
+    COLLECTIVES,
     BoundProgram,
     Buffer,
     Operation,
@@ -55,9 +54,9 @@ from monta_megatron.chains.program import (
     Program,
     Release,
     RowFormat,
-    waits_of,
+    with_waits,
 )
-from monta_megatron.chains.stage_operations import ChunkBuilder
+from monta_megatron.chains.stage_operations import ChunkBuilder, ChunkOperation
 from monta_megatron.chains.stages import AllGather, AllToAll, StageShape
 from monta_megatron.core import GroupName
 
@@ -68,7 +67,6 @@ def lower(
     row: RowFormat,
     max_experts_per_token: int,
     policy: Policy = "streams",
-    order: Order = order_of_issue,
 ) -> BoundProgram:
     """The program of one pass; its structure is built once and cached for all counts.
 
@@ -78,11 +76,10 @@ def lower(
         row: the sizes of a row's values.
         max_experts_per_token: W; see `BoundProgram`.
         policy: how the program is executed.
-        order: the order of issue; not the default only in benchmarks/ablation.py.
     """
     # On the host's critical path, four times per layer and micro-batch: one lookup with a key that
     # is cheap to hash.
-    program = _structure(bound.shape, pass_, row, policy, order)
+    program = _structure(bound.shape, pass_, row, policy)
     return BoundProgram(program, bound, max_experts_per_token)
 
 
@@ -118,9 +115,7 @@ def pipeline_offsets(
 
 
 @lru_cache(maxsize=512)
-def _structure(
-    shape: ChainShape, pass_: Pass, row: RowFormat, policy: Policy, order: Order
-) -> Program:
+def _structure(shape: ChainShape, pass_: Pass, row: RowFormat, policy: Policy) -> Program:
     num_chunks = shape.num_chunks
     # Step 1: operations and buffers of one chunk, stage by stage.
     stages = shape.stages[::-1] if pass_.transpose else shape.stages
@@ -138,13 +133,13 @@ def _structure(
     is_reversed = pass_.transpose and num_collectives > 1
     chunks = range(num_chunks)[:: -1 if is_reversed else 1]
 
-    # Step 3: the order of issue: (series of an operation, iteration). `order` gives stages by their
-    # index in the pass, an operation has that in the chain.
+    # Step 3: the order of issue: (series of an operation, iteration). It is given for stages by
+    # their index in the pass, an operation has that in the chain.
     by_position: list[list[int]] = [[] for _ in stages]
     for operation in body:
         by_position[operation.position].append(operation.series)
     in_pass = by_position[::-1] if pass_.transpose else by_position
-    issued = [(series, i) for at, i in order(offsets, num_chunks) for series in in_pass[at]]
+    issued = [(series, i) for at, i in shape.order(offsets, num_chunks) for series in in_pass[at]]
 
     # Step 4: numbers of operations and of buffers, by series and iteration.
     numbers = [[-1] * num_chunks for _ in body]
@@ -153,7 +148,7 @@ def _structure(
     buffer_numbers: list[Sequence[int]] = []
     end = 0
     for buffer in one_chunk.buffers:
-        first, end = end, end + (1 if buffer.chunk is None else num_chunks)
+        first, end = end, end + (1 if buffer.is_whole else num_chunks)
         buffer_numbers.append(range(first, end) if end > first + 1 else [first] * num_chunks)
 
     # Step 5: series of the operations that read and write each buffer, and the sizes of the rings.
@@ -168,45 +163,44 @@ def _structure(
         for buffer in one_chunk.buffers
     ]
 
-    # Step 6: what an operation needs: the writers of what it reads, and the readers of the slots
-    # that it overwrites.
-    needs = []
-    for series, i in issued:
-        earlier = {numbers[writers[read]][i] for read in body[series].reads if read in writers}
-        for written in body[series].writes:
+    # Step 6: the operations of all chunks, and what each needs: the writers of what it reads, and
+    # the readers of the slots that it overwrites.
+    operations, needs = [], []
+    for number, (series, i) in enumerate(issued):
+        one = body[series]
+        numbered = {
+            "reads": tuple([buffer_numbers[read][i] for read in one.reads]),
+            "writes": tuple([buffer_numbers[written][i] for written in one.writes]),
+            "scratch": tuple([buffer_numbers[scratch][i] for scratch in one.scratch]),
+            "unrounded": None if one.unrounded is None else buffer_numbers[one.unrounded][i],
+        }
+        fields = one._asdict() | numbered
+        operations.append(Operation(**fields, number=number, chunk=chunks[i]))
+        earlier = {numbers[writers[read]][i] for read in one.reads if read in writers}
+        for written in one.writes:
             overwritten = i - ring_sizes[written]
             if overwritten >= 0:
                 earlier |= {numbers[reader][overwritten] for reader in readers[written]}
         needs.append(earlier)
-    waits = waits_of([body[series] for series, _ in issued], needs, policy)
+    operations = with_waits(operations, needs, policy)
 
-    # Step 7: the operations and the buffers of all chunks.
-    operations = []
-    for number, ((series, i), waited) in enumerate(zip(issued, waits, strict=True)):
-        one = body[series]
-        operation = one._replace(
-            number=number,
-            chunk=chunks[i],
-            reads=tuple([buffer_numbers[read][i] for read in one.reads]),
-            writes=tuple([buffer_numbers[written][i] for written in one.writes]),
-            scratch=tuple([buffer_numbers[scratch][i] for scratch in one.scratch]),
-            unrounded=None if one.unrounded is None else buffer_numbers[one.unrounded][i],
-            **waited._asdict(),
-        )
-        operations.append(operation)
+    # Step 7: the buffers of all chunks.
     buffers: list[Buffer] = []
     for buffer in one_chunk.buffers:
         frees_early = buffer.release is Release.JOIN and policy == "host"
-        read_by = readers[buffer.series]
+        read_by, fields = readers[buffer.series], buffer._asdict()
+        del fields["is_whole"], fields["slot"]
+        if frees_early:
+            fields["release"] = Release.LAST_READ
         buffers += [
-            buffer._replace(
+            Buffer(
+                **fields,
                 number=buffer_numbers[buffer.series][i],
-                chunk=None if buffer.chunk is None else chunks[i],
-                release=Release.LAST_READ if frees_early else buffer.release,
+                chunk=None if buffer.is_whole else chunks[i],
                 slot=buffer_numbers[buffer.slot][i % ring_sizes[buffer.series]],
                 last_read=numbers[read_by[-1]][i] if read_by else -1,
             )
-            for i in range(1 if buffer.chunk is None else num_chunks)
+            for i in range(1 if buffer.is_whole else num_chunks)
         ]
     output = one_chunk.current
     last = operations[numbers[writers[output]][-1]] if output in writers else None
@@ -226,7 +220,7 @@ def _structure(
 
 def _ring_size(
     buffer: int,
-    body: Sequence[Operation],
+    body: Sequence[ChunkOperation],
     readers: Sequence[Sequence[int]],
     writers: Mapping[int, int],
     numbers: Sequence[Sequence[int]],
@@ -248,7 +242,9 @@ def _ring_size(
     freed_by = [
         numbers[series]
         for reader in readers[buffer]
-        for series in (readers[body[reader].writes[0]] if body[reader].is_collective else [reader])
+        for series in (
+            readers[body[reader].writes[0]] if body[reader].kind in COLLECTIVES else [reader]
+        )
     ]
     return next(
         size

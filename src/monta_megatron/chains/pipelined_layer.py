@@ -7,11 +7,7 @@ A chunk consists of whole token blocks and is an exchange of its own. In step s
 Forward, the first pass is dispatch and the second one combine; backward, combine's backward and
 dispatch's, in the same order over the chunks from the last to the first.
 
-On a device a pass starts where the caller's stream stands, so the first pass of chunk c + 2 waits
-for the experts of chunk c: its buffers may be memory that they have just released, and so few
-chunks are held at once. The network waits for it only where the experts of a chunk take longer than
-the passes that overlap with them. Before a second pass starts, the remaining operations of passes
-under way are issued; on the same side streams after it, they would wait for the experts, too.
+`exchange.streams` shows what waits for what.
 """
 
 from itertools import pairwise

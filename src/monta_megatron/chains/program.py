@@ -166,6 +166,14 @@ class Operation(NamedTuple):
         resource: the resource that it occupies.
         group: of a collective.
         stream: side stream on which it is issued, on a device.
+        ranks_per_sum: of "reduce_ranks": number of adjacent ranks whose terms are summed first.
+        gather: position of the AllGather to whose transpose a "reduce_ranks" belongs, or a "reduce"
+            that writes an unrounded term for it.
+        unrounded: buffer of this rank's own term of a sum over ranks, before it is rounded for the
+            wire: a "reduce" writes it and its "reduce_ranks" reads it.
+        indexed_by: position of the `Permute` by whose row indices it reads the input or writes the
+            output. The first such operation of a micro-batch makes these indices, for all chunks:
+            the only device work that is no operation of its own (`exchange.Indices.of_rows`).
         waits: operations that its stream, or the host, waits for before it: those it needs that no
             queue keeps in order and no earlier wait covers. Read by: executor; planner, for memory.
         after: operations that end before it starts: its waits, and the operations before it in its
@@ -174,11 +182,6 @@ class Operation(NamedTuple):
             planner.
         host: the host enqueues it, runs it itself, or starts it, at the cost of a copy, and
             continues.
-        ranks_per_sum: of "reduce_ranks": number of adjacent ranks whose terms are summed first.
-        gather: position of the AllGather to whose transpose a "reduce_ranks" belongs, or a "reduce"
-            that writes an unrounded term for it.
-        unrounded: buffer of this rank's own term of a sum over ranks, before it is rounded for the
-            wire: a "reduce" writes it and its "reduce_ranks" reads it.
     """
 
     number: int
@@ -193,13 +196,14 @@ class Operation(NamedTuple):
     resource: Resource
     group: GroupName | None
     stream: int
-    waits: tuple[int, ...]
-    after: tuple[int, ...]
-    launch_after: tuple[int, ...]
-    host: Literal["enqueues", "runs", "starts"]
     ranks_per_sum: int
     gather: int | None = None
     unrounded: int | None = None
+    indexed_by: int | None = None
+    waits: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    launch_after: tuple[int, ...] = ()
+    host: Literal["enqueues", "runs", "starts"] = "enqueues"
 
     @property
     def is_collective(self) -> bool:
@@ -245,14 +249,6 @@ class Program:
         """Operations that something waits for."""
         waits = (operation.waits for operation in self.operations)
         return frozenset(number for numbers in (*waits, self.waits_at_end) for number in numbers)
-
-    @cached_property
-    def slots(self) -> dict[int, list[Buffer]]:
-        """slot -> the buffers that use it."""
-        by_slot: dict[int, list[Buffer]] = {}
-        for buffer in self.buffers:
-            by_slot.setdefault(buffer.slot, []).append(buffer)
-        return by_slot
 
 
 class BoundProgram(NamedTuple):
@@ -319,21 +315,10 @@ def offsets_bytes(columns: Sequence[tuple[int, int]]) -> list[int]:
     return [*offsets, end + -end % ALIGNMENT_BYTES]
 
 
-class Waits(NamedTuple):
-    """Fields of an `Operation` that depend on the other operations."""
-
-    waits: tuple[int, ...]
-    after: tuple[int, ...]
-    launch_after: tuple[int, ...]
-    host: Literal["enqueues", "runs", "starts"]
-
-
-def waits_of(
-    operations: Sequence[Operation],
-    needs: Sequence[Collection[int]],
-    policy: Policy,
-) -> list[Waits]:
-    """Operations that each operation waits for.
+def with_waits(
+    operations: Sequence[Operation], needs: Sequence[Collection[int]], policy: Policy
+) -> list[Operation]:
+    """The operations with what they wait for.
 
     Args:
         operations: in the order of issue.
@@ -344,7 +329,9 @@ def waits_of(
     return (_on_host if policy == "host" else _on_streams)(operations, needs)
 
 
-def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
+def _on_streams(
+    operations: Sequence[Operation], needs: Sequence[Collection[int]]
+) -> list[Operation]:
     """On a device: streams wait for each other's events, the host for nothing."""
     # In-order queues: the side streams, and one of each group.
     queues = [one.group if one.is_collective else one.stream for one in operations]
@@ -361,12 +348,13 @@ def _on_streams(operations: Sequence[Operation], needs: Sequence[Collection[int]
                 waited[stream, queue] = need
                 waits.append(need)
         before = {latest[queue] for queue in (queues[number], stream) if queue in latest}
-        result.append(Waits(tuple(waits), tuple(sorted(before.union(waits))), (), "enqueues"))
+        after = tuple(sorted(before.union(waits)))
+        result.append(operation._replace(waits=tuple(waits), after=after, host="enqueues"))
         latest[queues[number]] = number
     return result
 
 
-def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Waits]:
+def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) -> list[Operation]:
     """On CPU ranks: the host waits for collectives, and runs each copy itself."""
     waited: set[int] = set()
     copied: tuple[int, ...] = ()
@@ -379,6 +367,6 @@ def _on_host(operations: Sequence[Operation], needs: Sequence[Collection[int]]) 
         )
         waited.update(waits)
         host: Literal["starts", "runs"] = "starts" if operation.is_collective else "runs"
-        result.append(Waits(waits, (), copied + waits, host))
+        result.append(operation._replace(waits=waits, launch_after=copied + waits, host=host))
         copied = copied if operation.is_collective else (number,)
     return result

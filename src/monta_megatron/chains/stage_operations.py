@@ -10,21 +10,20 @@ A stage that moves nothing has no operation: a group of one rank, rows that lie 
 kernels write the input of the last stage straight to its place and need no `put`; where they copy
 rows per expert, the operation is `to_experts`.
 
-`at` is the index of a stage in the order of the pass; operations and buffers are referred to by
-their series, the index within one chunk. See the example in `chains.lower`.
+`at` is the index of a stage in the order of the pass. The operations and buffers here are those of
+one chunk, numbered by series; `chains.lower` makes the program's of them, and has an example.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from monta_megatron.chains.chain import ChainShape
 from monta_megatron.chains.program import (
     ID_BYTES,
     INPUT,
     SUM_COLUMNS,
-    Buffer,
     Column,
     Kind,
-    Operation,
     Pass,
     Release,
     Resource,
@@ -32,6 +31,39 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.stages import AllGather, AllToAll, Duplicate, Permute, StageShape
 from monta_megatron.core import GroupName
+
+
+class ChunkOperation(NamedTuple):
+    """An operation of every chunk: an `Operation` that names buffers by series, not by number."""
+
+    series: int
+    kind: Kind
+    stage: str
+    position: int
+    stream: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    scratch: tuple[int, ...]
+    resource: Resource = "memory"
+    group: GroupName | None = None
+    ranks_per_sum: int = 0
+    gather: int | None = None
+    unrounded: int | None = None
+    indexed_by: int | None = None
+
+
+class ChunkBuffer(NamedTuple):
+    """A `Buffer` of every chunk, or, if `is_whole`, of all; its slot is a series too."""
+
+    series: int
+    name: str
+    is_whole: bool
+    boundary: int
+    repeats: int
+    columns: tuple[Column, ...]
+    packed: bool
+    release: Release
+    slot: int
 
 
 def permute(builder: "ChunkBuilder", at: int) -> None:
@@ -78,12 +110,12 @@ def reduce(builder: "ChunkBuilder", at: int) -> None:
         unrounded = builder.add_buffer(f"{name}, unrounded", builder.boundary(at + 2), (column,))
         writes.append(unrounded)
     scratch = builder.add_scratch(at, before, 1, after)
-    reads_by_index = builder.current == INPUT and builder.stages[0].addressing == "index"
-    if reads_by_index and builder.is_rounded and not builder.is_fused:
+    reads = [builder.current]
+    is_indexed = builder.index_of(reads, writes) is not None
+    if is_indexed and builder.is_rounded and not builder.is_fused:
         # Rows are gathered in their own dtype before they are converted. They share the slot of the
         # sums, which torch allocates after it has freed them.
         scratch.append(builder.add_summed(at, before, builder.row.value_bytes, slot=scratch[-1]))
-    reads = [builder.current]
     builder.add_operation(
         "reduce", at, reads, writes, scratch=scratch, gather=gather, unrounded=unrounded
     )
@@ -159,9 +191,6 @@ def ranks_per_sum(etp: int, num_ranks: int) -> int:
 class ChunkBuilder:
     """Builds the operations and buffers of one chunk, by the table above.
 
-    They have the types of the whole program. Here they refer to each other by series, as there is
-    no number yet; fields that depend on the chunk, or on the waits, are open.
-
     Args:
         shape: of the bound chain.
         offsets: steps by which each stage of the pass trails the first one.
@@ -176,8 +205,7 @@ class ChunkBuilder:
         etp: expert tensor parallel size.
         is_rounded: sums are wider than rows, so they are rounded for the wire.
         operations: by series.
-        buffers: by series; the input comes first. `chunk` is None where a buffer holds the rows of
-            all chunks; `slot` is the series of the buffer whose memory is used.
+        buffers: by series; the input comes first.
         current: buffer of the rows that the next operation reads; at the end the output.
         output: buffer of the output, once an operation puts rows in place.
     """
@@ -202,8 +230,8 @@ class ChunkBuilder:
             position for position, stage in enumerate(shape.stages) if _is_per_expert(stage)
         ]
         self._last_token_boundary = max(per_expert, default=-1)
-        self.operations: list[Operation] = []
-        self.buffers: list[Buffer] = []
+        self.operations: list[ChunkOperation] = []
+        self.buffers: list[ChunkBuffer] = []
         self.output: int | None = None
         self.current = self._add_whole("input", self.boundary(0))
         assert self.current == INPUT, "the first buffer is the input"
@@ -259,30 +287,28 @@ class ChunkBuilder:
         packed: bool = False,
         repeats: int = 1,
         release: Release = Release.JOIN,
-        chunk: int | None = 0,
+        is_whole: bool = False,
         slot: int | None = None,
     ) -> int:
         """Add a buffer, with the columns of the boundary if none are given; returns its series."""
         series = len(self.buffers)
-        buffer = Buffer(
-            number=series,
+        buffer = ChunkBuffer(
+            series=series,
             name=name,
-            chunk=chunk,
+            is_whole=is_whole,
             boundary=boundary,
             repeats=repeats,
             columns=self.columns(boundary) if columns is None else columns,
             packed=packed,
             release=release,
             slot=series if slot is None else slot,
-            last_read=-1,
-            series=series,
         )
         self.buffers.append(buffer)
         return series
 
     def _add_whole(self, name: str, boundary: int) -> int:
         """The rows of all chunks, which belong to the caller."""
-        return self.add_buffer(name, boundary, release=Release.CALLER, chunk=None)
+        return self.add_buffer(name, boundary, release=Release.CALLER, is_whole=True)
 
     def add_output(self) -> int:
         """The output of the pass, in which every chunk puts its rows."""
@@ -339,36 +365,29 @@ class ChunkBuilder:
         writes: Sequence[int],
         scratch: Sequence[int] = (),
         stage: str | None = None,
-        resource: Resource = "memory",
-        group: GroupName | None = None,
-        gather: int | None = None,
-        ranks_per_sum: int = 0,
-        unrounded: int | None = None,
+        **fields: Any,
     ) -> None:
         """Add an operation of a stage; the next one reads the first buffer that it writes."""
-        operation = Operation(
-            number=-1,
+        operation = ChunkOperation(
+            series=len(self.operations),
             kind=kind,
             stage=self.stages[at].stage.name if stage is None else stage,
             position=self.position(at),
-            chunk=0,
-            series=len(self.operations),
+            stream=self._offsets[at],
             reads=tuple(reads),
             writes=tuple(writes),
             scratch=tuple(scratch),
-            resource=resource,
-            group=group,
-            stream=self._offsets[at],
-            waits=(),
-            after=(),
-            launch_after=(),
-            host="enqueues",
-            gather=gather,
-            ranks_per_sum=ranks_per_sum,
-            unrounded=unrounded,
+            indexed_by=self.index_of(reads, writes),
+            **fields,
         )
         self.operations.append(operation)
         self.current = writes[0]
+
+    def index_of(self, reads: Sequence[int], writes: Sequence[int]) -> int | None:
+        """The `Permute` by whose row indices an operation reads the input or writes the output."""
+        ends = [0] * (reads[0] == INPUT) + [len(self.stages) - 1] * (writes[0] == self.output)
+        indexed = [self.position(at) for at in ends if self.stages[at].addressing == "index"]
+        return indexed[0] if indexed else None
 
     def add_collective(self, kind: Kind, at: int, repeats: int = 1) -> None:
         """Add a collective, whose messages arrive as they were sent."""

@@ -53,14 +53,14 @@ def bind_node_copies(
     """
     assert counts.sent_to_nodes is not None and counts.for_node is not None
     split = bind_split(layout, counts, num_chunks)
-    sent_CN = by_chunk(counts.sent_to_nodes, num_chunks, axis=0)
-    of_rail_NB = counts.for_node[layout.position :: layout.ranks_per_node]
-    received_CN = by_chunk(of_rail_NB, num_chunks, axis=1).T
+    sent_CA = by_chunk(counts.sent_to_nodes, num_chunks, axis=0)
+    of_rail_AB = counts.for_node[layout.position :: layout.ranks_per_node]
+    received_CA = by_chunk(of_rail_AB, num_chunks, axis=1).T
     parts = Parts(first=0, size=layout.num_experts // layout.num_nodes, num_parts=layout.num_nodes)
     return (
         split,
-        BoundStage(stage=TO_NODES, send=split.receive, receive=sent_CN, parts=parts),
-        BoundStage(stage=RAIL_ALLTOALL, send=sent_CN, receive=received_CN),
+        BoundStage(stage=TO_NODES, send=split.receive, receive=sent_CA, parts=parts),
+        BoundStage(stage=RAIL_ALLTOALL, send=sent_CA, receive=received_CA),
     )
 
 

@@ -1,11 +1,8 @@
-"""Buffers of a pass, as its operations address them: columns, and row indices of a chunk in them.
-
-Notation: N = rows of a chunk, H = hidden size, W = most experts of any token.
-"""
+"""Buffers of a pass, as its operations address them."""
 
 from collections import defaultdict
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,24 +24,12 @@ from monta_megatron.exchange.memory import Columns, Memory, MemoryLayout, memory
 if TYPE_CHECKING:
     from monta_megatron.exchange.kernels.tiles import Launches
 
-# Columns, and the row indices [N] of a chunk in them; None where all of their rows are the chunk's.
-Addressed: TypeAlias = tuple[Columns, torch.Tensor | None]
-
 
 class Buffers:
     """What the operations of one pass read and write.
 
-    Columns and indices of an operation's `source` and `target`:
-
-        buffer                      columns                     index
-        between two stages          the chunk's rows            None
-        input or output, by the addressing of the first or last stage of the pass:
-            "none", the only chunk  all rows                    None
-            "slice"                 a view of the chunk's rows  None
-            "index"                 all rows                    [N] the chunk's rows in them
-
-    An index may come with the source of a "pack", or of a "reduce" that is the first operation, and
-    with the target of a "put" or "to_experts"; all other operations get None.
+    The columns of an operation's `source` and `target` are the chunk's rows; but those of the whole
+    input or output if it has `row_indices` in them.
 
     Args:
         exchange: this micro-batch's exchange.
@@ -82,7 +67,7 @@ class Buffers:
             prob_bytes=0 if probs is None else probs.itemsize,
             sum_bytes=self.sum_dtype.itemsize,
         )
-        self.bound = lower(exchange.bound_chain, pass_, row, width, policy, order=exchange.order)
+        self.bound = lower(exchange.bound_chain, pass_, row, width, policy)
         prob_dtype = None if probs is None else probs.dtype
         layout = memory_layout(
             self.bound.program, width, rows_NH.dtype, self.sum_dtype, prob_dtype, device
@@ -98,39 +83,45 @@ class Buffers:
         if policy != "host":
             self.memory.reserve()
         self.messages, self.columns = self.memory.messages, self.memory.columns
-        # Positions of the first and the last stage of the pass.
-        last = len(exchange.bound_chain.stages) - 1
-        self._first, self._last = (last, 0) if pass_.transpose else (0, last)
+        # The first and the last stage of the pass.
+        stages = exchange.bound_chain.stages[:: -1 if pass_.transpose else 1]
+        self._first, self._last = stages[0], stages[-1]
         # Views of a chunk's rows in the input or the output, by its number and the chunk.
         self._views: dict[tuple[int, int], Columns] = {}
-        # None where kernels may not be launched as in other passes.
+        # None if no other pass may share launches with this one.
         self._launches: dict[int, Launches] | None = None
         if policy == "fused" and _is_regular(columns) and _is_regular(self.columns(self._output)):
-            self._launches = _launches_of(layout)
+            place = exchange.bound_chain.layout
+            self._launches = _launches_of(layout, place.rank, place.num_local_experts)
 
     @property
     def pass_name(self) -> str:
         """Name of the pass."""
         return self.bound.program.pass_.name
 
-    def source(self, operation: Operation) -> Addressed:
-        """What an operation reads; see the table of the class."""
+    def source(self, operation: Operation) -> Columns:
+        """What an operation reads."""
         number = operation.reads[0]
         if number != INPUT:
-            return self.columns(number), None
+            return self.columns(number)
         return self._of_chunk(number, self._first, operation.chunk)
 
     def sent(self, operation: Operation) -> list[torch.Tensor]:
         """Input messages of an operation."""
         number = operation.reads[0]
-        return self.messages(number) if number != INPUT else self.source(operation)[0].tensors()
+        return self.messages(number) if number != INPUT else self.source(operation).tensors()
 
-    def target(self, operation: Operation) -> Addressed:
-        """What an operation writes; see the table of the class."""
+    def target(self, operation: Operation) -> Columns:
+        """What an operation writes."""
         number = operation.writes[0]
         if number != self._output:
-            return self.columns(number), None
+            return self.columns(number)
         return self._of_chunk(number, self._last, operation.chunk)
+
+    def row_indices(self, operation: Operation) -> torch.Tensor | None:
+        """[N] the chunk's rows in the whole input or output; see `Operation.indexed_by`."""
+        position = operation.indexed_by
+        return None if position is None else self.indices.of_rows(position)[operation.chunk]
 
     def copies(self, operation: Operation) -> Copies:
         """Copies of an operation's chunk."""
@@ -149,25 +140,32 @@ class Buffers:
         return bound, self.exchange.groups[bound.stage.group].rank
 
     def launches(self, operation: Operation) -> "Launches":
-        """Kernel launches that other passes and chunks have bound; none for irregular rows."""
+        """Launches of an operation's kernels, by name: those that an earlier pass has bound."""
         return {} if self._launches is None else self._launches[operation.series]
 
-    def _of_chunk(self, number: int, position: int, chunk: int) -> Addressed:
-        """A chunk's rows in the input or the output, which the stage at `position` addresses."""
-        segments = self.exchange.bound_chain.stages[position].segments
-        if segments is None:
-            return self.columns(number), None
-        if not segments.is_slice:
-            return self.columns(number), self.indices.rows(position, segments)[chunk]
+    def _of_chunk(self, number: int, stage: BoundStage, chunk: int) -> Columns:
+        """The input or the output: a chunk's rows if they are a slice, else all."""
+        segments = stage.segments
+        if segments is None or not segments.is_slice:
+            return self.columns(number)
         key = number, chunk
         if key not in self._views:
             self._views[key] = self.columns(number).of_rows(segments.slice_of(chunk))
-        return self._views[key], None
+        return self._views[key]
 
 
 @lru_cache(maxsize=512)
-def _launches_of(layout: MemoryLayout) -> dict[int, "Launches"]:
-    """Kernel launches by series of operations, which the passes with one layout bind and share."""
+def _launches_of(layout: MemoryLayout, rank: int, num_local_experts: int) -> dict[int, "Launches"]:
+    """Kernel launches by series of operations: the arguments are all that a launch freezes.
+
+        frozen in a bound launch                     given by
+        ranks of groups, how terms are summed        the program of `layout`
+        W, dtypes, strides between two stages        the formats of `layout`
+        parts of the experts, position in a group    `rank`, `num_local_experts`
+        strides and alignment of input and output    `_is_regular`, without which none is shared
+
+    Everything else, such as tensors and their numbers of rows, is an argument of each launch.
+    """
     return defaultdict(dict)
 
 

@@ -161,7 +161,7 @@ def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> t
     """The node of every rank of `group`, numbered from 0 in the order of the ranks.
 
     For tools: a dispatcher has gathered the hosts with its other facts, and may have a cluster
-    file; see `integration.ranks.nodes_of_exchange`.
+    file; see `integration.ranks.nodes_of_ranks`.
 
     Args:
         group: the ranks of an exchange; all of them call this, unless `ranks_per_node` is given.

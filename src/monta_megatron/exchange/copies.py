@@ -5,9 +5,6 @@ the counts, so nothing here waits for the device, and no kept tensor is allocate
 
 A copy carries its token's whole list of experts. Each expert belongs to one part, so later stages
 find theirs in the list, and on the way back every other copy adds 0 to a probability.
-
-Notation: N = rows, W = most experts of any row, M = copies, P = parts, T = tokens of this rank, E =
-experts, B = token blocks, H = hidden size, 1 = one more on the axis before.
 """
 
 from typing import NamedTuple, TypeVar

@@ -2,10 +2,6 @@
 
 A rank counts its routing map, sends each rank a message (`chains.counts` has its columns), and
 copies what it has received to the host, once.
-
-Notation: T = tokens of this rank, E = experts, B = token blocks, S = ranks of the exchange, L =
-local experts, EP and ETP = sizes of its groups, P = parts of the experts, X = columns of a message,
-K = integers.
 """
 
 from collections.abc import Callable, Mapping
@@ -142,30 +138,30 @@ class CountMessages:
         return torch.cat(sections, dim=3).flatten(0, 1), sent
 
     def join(self, received_SBX: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The received messages and this rank's own counts as one tensor: [K] int32."""
+        """The received messages and this rank's own counts as one tensor: [J] int32."""
         return torch.cat(
             [received_SBX.flatten(), *(sent[name].flatten() for name in self.num_counted)]
         )
 
-    def read(self, joined_K: NDArray[np.int32]) -> MicroBatchCounts:
+    def read(self, joined_J: NDArray[np.int32]) -> MicroBatchCounts:
         """Read the tensor of `join` on the host."""
         layout, num_ranks = self.layout, len(self.layout.nodes)
         num_sent = self.num_blocks * sum(self.num_counted.values())
-        received_SBX = joined_K[:-num_sent].reshape(num_ranks, self.num_blocks, -1)
+        received_SBX = joined_J[:-num_sent].reshape(num_ranks, self.num_blocks, -1)
         # Sums over ranks may take more bits than the counts of one.
         # Blocks come first in memory, because a chain sums those of each chunk.
         by_block_BSX = np.ascontiguousarray(received_SBX.swapaxes(0, 1), dtype=np.int64)
-        messages_SBX, sent = by_block_BSX.swapaxes(0, 1), joined_K[-num_sent:].astype(np.int64)
+        messages_SBX, sent = by_block_BSX.swapaxes(0, 1), joined_J[-num_sent:].astype(np.int64)
         # All blocks have the same header, whose last two columns are the tag.
         num_tokens_S, received_rows_S, most_experts_S = by_block_BSX[0, :, : HEADER_SIZE - 2].T
         tags_S = received_SBX[:, 0, HEADER_SIZE - 2 : HEADER_SIZE].copy().view(np.int64)[:, 0]
 
         def count_permuted_tokens() -> Counts:
             columns, lengths = self._sections
-            # [S, L] -> [EP, ETP, L] -> [ETP, EP, L]
+            # [S, L] -> [D, G, L] -> [G, D, L]
             pairs_SL = messages_SBX[:, :, columns["experts"]].sum(axis=1)
             return Counts(
-                # [B * E] -> [B, EP, L] -> [EP, L]
+                # [B * E] -> [B, D, L] -> [D, L]
                 sent=sent[lengths["experts"]].reshape(self.num_blocks, layout.ep, -1).sum(axis=0),
                 received=pairs_SL.reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2),
             )

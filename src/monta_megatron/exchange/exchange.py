@@ -1,7 +1,4 @@
-"""One micro-batch's exchange: state shared by its four passes.
-
-Notation: C = number of chunks, N = rows of all chunks, R = runs of rows of each chunk.
-"""
+"""One micro-batch's exchange: state shared by its four passes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from monta_megatron.chains.chain import BoundChain, Order, order_of_issue
-from monta_megatron.chains.stages import Segments
+from monta_megatron.chains.chain import BoundChain
+from monta_megatron.chains.stages import RowCounts
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.monitor import Monitor
@@ -20,7 +17,8 @@ class Indices:
     """Copies and row indices of all stages, in one allocation.
 
     It is made on the stream that calls the first pass, and is split into views per chunk lazily,
-    mostly while the first collective is in flight.
+    mostly while the first collective is in flight. Copies are written by the find operations of
+    dispatch, row indices by `of_rows` at its first call for a stage.
 
     Attributes:
         memory: [any number] int64; None if no stage needs any.
@@ -63,20 +61,23 @@ class Indices:
             self._copies[key] = Copies(*piece.split_with_sizes(sizes))
         return self._copies[key]
 
-    def rows(self, position: int, segments: Segments) -> tuple[torch.Tensor, ...]:
-        """[C][rows of the chunk] row indices of the `Permute` at `position`."""
+    def of_rows(self, position: int) -> tuple[torch.Tensor, ...]:
+        """[C][N] row indices of the chunks by the `Permute` at `position`."""
         if position not in self._rows:
-            self._rows[position] = _row_indices(segments, self._pieces[position])
+            segments = self._bound.stages[position].segments
+            assert segments is not None, f"no rows are indexed at {position}"
+            self._rows[position] = _expand_runs(*segments.runs, self._pieces[position])
         return self._rows[position]
 
 
-def _row_indices(segments: Segments, into_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Expand the runs of every chunk to row indices: one copy to the device, no sync.
+def _expand_runs(
+    lengths_CR: RowCounts, starts_CR: RowCounts, into_N: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Expand the runs of all chunks to row indices: one copy to the device, no sync.
 
-    [C, R] runs -> per chunk [rows]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
+    [C, R] runs -> per chunk [N]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
     """
     device, total = into_N.device, len(into_N)
-    lengths_CR, starts_CR = segments.runs
     lengths = lengths_CR.ravel()
     # Index of a row: its run's start, plus its offset in the run.
     shifts = starts_CR.ravel() - (np.cumsum(lengths) - lengths)
@@ -100,7 +101,6 @@ class Exchange:
             Megatron's reduction over ETP, the probabilities' dtype if it is wider.
         monitor: counts bytes and forwards events to its recorder, if any.
         max_experts_per_token: W, the most experts of any token; 0 where rows are permuted tokens.
-        order: the order of issue; not the default only in benchmarks/ablation.py.
         fused: use Triton kernels; see `kernel_choice`.
         shared: indices by device, created by the first pass.
     """
@@ -110,7 +110,6 @@ class Exchange:
     sum_dtype: torch.dtype
     monitor: Monitor
     max_experts_per_token: int = 0
-    order: Order = order_of_issue
     fused: bool = False
     shared: dict[torch.device, Indices] = field(default_factory=dict)
 

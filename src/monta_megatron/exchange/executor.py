@@ -2,8 +2,6 @@
 
 The backward of dispatch is the program of combine, and vice versa. Neither saves its inputs, so a
 schedule may free them once the pass returns. See `chains.lower`.
-
-Notation: N = source rows, M = expert rows, H = hidden size, W = most experts of any token.
 """
 
 import weakref

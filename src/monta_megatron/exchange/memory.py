@@ -10,12 +10,9 @@ Packed rows are aligned to 16 bytes. At H=4096 in bf16 (8,192 bytes) with fp32 p
 columns besides the hidden values take 16 bytes (0.2%) of a permuted token, 64 of a token with 8
 experts in dispatch, 32 in its backward.
 
-On a device all buffers of one format share one allocation, made on the caller's stream before the
-pass forks. So every use comes after the allocation, and memory freed on the caller's stream can be
-used at once. On CPU ranks a buffer is allocated when it is first written and freed after its last
-read.
-
-Notation: N = rows, H = hidden size, W = most experts of any token.
+On a device all buffers of one format share one allocation, made before the pass forks
+(`exchange.streams`). On CPU ranks a buffer is allocated when it is first written and freed after
+its last read.
 """
 
 import math

@@ -2,9 +2,6 @@
 
 Each reads and writes the buffers named by the program. Collectives return their torch works without
 waiting.
-
-Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size, W = most experts of
-any row, R = a part of the rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,17 +21,17 @@ Works = list[dist.Work]
 
 def pack(buffers: Buffers, operation: Operation) -> None:
     """Gather a chunk's rows from the whole tensor into a message."""
-    whole, index_N = buffers.source(operation)
+    whole, index_N = buffers.source(operation), buffers.row_indices(operation)
     assert index_N is not None, "rows that lie in order are sent as they lie"
-    into, _ = buffers.target(operation)
+    into = buffers.target(operation)
     for target, column in zip(into.tensors(), whole.tensors(), strict=True):
         copy_rows(target, column, index_N)
 
 
 def put(buffers: Buffers, operation: Operation) -> None:
     """Scatter a chunk's rows to their places in the whole tensor."""
-    columns, _ = buffers.source(operation)
-    into, index_N = buffers.target(operation)
+    columns, into = buffers.source(operation), buffers.target(operation)
+    index_N = buffers.row_indices(operation)
     for target, column in zip(into.tensors(), columns.tensors(), strict=True):
         if index_N is None:
             target.copy_(column)
@@ -44,7 +41,7 @@ def put(buffers: Buffers, operation: Operation) -> None:
 
 def find(buffers: Buffers, operation: Operation) -> None:
     """Derive the copies of rows from their expert ids."""
-    columns, _ = buffers.source(operation)
+    columns = buffers.source(operation)
     assert columns.ids is not None, f"{operation.stage} has nothing to find"
     bounds = _part_bounds(buffers, operation, columns.ids)
     find_copies(columns.ids, bounds, buffers.copies(operation))
@@ -59,7 +56,7 @@ def duplicate(buffers: Buffers, operation: Operation) -> None:
         for target, message in pairs:
             copy_rows(target, message, copies.row)
         return
-    columns, (into, _) = buffers.source(operation)[0], buffers.target(operation)
+    columns, into = buffers.source(operation), buffers.target(operation)
     for target, column in zip(into.tensors(), columns.tensors(), strict=False):
         if target.dim() == column.dim():
             copy_rows(target, column, copies.row)
@@ -70,8 +67,8 @@ def duplicate(buffers: Buffers, operation: Operation) -> None:
 
 def reduce(buffers: Buffers, operation: Operation) -> None:
     """Sum each row's copies and their probabilities, rounded once: [M, H] -> [N, H]."""
-    columns, index_M = buffers.source(operation)
-    copies, (into, _) = buffers.copies(operation), buffers.target(operation)
+    columns, index_M = buffers.source(operation), buffers.row_indices(operation)
+    copies, into = buffers.copies(operation), buffers.target(operation)
     targets = [(into.rows, slice(None))]
     if operation.unrounded is not None:
         # Rows on the wire are rounded; this rank's term of the next sum is not.
@@ -101,8 +98,7 @@ def first_unrounded(buffers: Buffers, operation: Operation) -> int:
 
 def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
     """Sum each row's terms from all ranks, rounded once: [P * N, H] -> [N, H]."""
-    columns, _ = buffers.source(operation)
-    into, _ = buffers.target(operation)
+    columns, into = buffers.source(operation), buffers.target(operation)
     kept = operation.unrounded
     unrounded_NH = None if kept is None else buffers.columns(kept).rows
     for target, terms in zip(into.tensors(), columns.tensors(), strict=True):

@@ -18,9 +18,6 @@ parameter's gradients over all chunks before its hooks run, once.
 
 Nodes that only impose an order are linked by empty tensors: rows are in tensors of all chunks, and
 each pass reads and writes its slice.
-
-Notation: C = number of chunks, T = tokens of this rank, H = hidden size, W = most experts of any
-token, N = rows of a chunk for the local experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -125,13 +122,12 @@ class _Pipeline:
 
     def return_rows(self, pass_: Pass, chunk: int, columns: Columns) -> None:
         """Start a pass from experts to tokens: of a chunk's expert rows into the pass's result."""
-        # Allocate before the first of these passes forks its streams: memory allocated later may
-        # have been in use after the fork.
+        # Allocated before the first of these passes forks.
         if pass_.name not in self._results:
             self._results[pass_.name] = self._empty_like(columns)
         output = self._results[pass_.name].of_rows(self._slices[chunk])
         execution = Execution(self._chunks[chunk], pass_, columns, output)
-        # This pass comes after the experts; remaining operations of other passes must not.
+        # This pass comes after the experts; the rest of other passes must not.
         for other in self._under_way.values():
             if other.bound.program.policy != "host":
                 other.go_on()

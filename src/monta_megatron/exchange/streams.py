@@ -1,23 +1,49 @@
-"""Interface of the executor to a device: streams, events and the lifetime of buffers.
+"""Streams, events and the lifetime of buffers: who waits for whom.
 
-Stages that trail the first one by the same number of pipeline steps share a side stream. With two
-collectives there are three, so that the AllToAll of chunk i+1, the AllGather of chunk i and the
-copies of chunk i-1 can run at once; collectives run on streams of their groups.
+The host waits once per micro-batch, for its counts (`integration.dispatcher.sync_point_of`), and
+enqueues everything else. On a device a pass waits in four ways:
 
-The side streams are distinct from each other and from the caller's. Groups draw theirs from the
-same torch pools, one per priority, and cannot be asked which: only a group of another priority
+    fork         the side streams wait for all that the caller's stream has been given
+    start        a group's stream waits for the side stream from which a collective is started
+    `waits`      before an operation, its side stream waits for an event behind a copy, or for a
+                 collective: those whose results it reads, or that read the slot that it overwrites
+    join         the caller's stream waits for all side streams
+
+Stages that trail the first one by the same number of steps share a side stream. With two
+collectives there are three: the collectives of chunks i + 1 and i and the copies of chunk i - 1 run
+at once. A wait is issued with the operation that needs it, not before: with
+CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue, the launch queue, and a wait
+holds up everything that is issued after it.
+
+Two passes in flight, with the experts in the pipeline (`chains.pipelined_layer`), each an exchange
+of one chunk; S0, S1, S2 are the side streams, which all passes use:
+
+    host                  caller's stream    S0, S1, S2
+    start dispatch 0      allocates; event   wait for it; S0: up to the first collective
+    start dispatch 1      allocates; event   wait for it; S0: up to the first collective
+    end dispatch 0        waits for S0-S2    S1, S2: the rest of dispatch 0, behind its collectives
+    experts of chunk 0    run                (collectives of dispatch 1 run beside them)
+    start combine 0       allocates; event   S1, S2: first the rest of dispatch 1, else it would be
+                                             behind the experts; then wait for the event; S0: up to
+                                             the first collective
+    end dispatch 1        waits for S0-S2    (so also for the beginning of combine 0)
+
+Dispatch 2 starts after the experts of chunk 0, as its buffers may be memory that they released. The
+network waits for them only if they take longer than the passes beside them.
+
+A pass allocates its buffers on the caller's stream before the fork, and holds them until the join,
+so memory freed on that stream may be used at once. Memory that passes share outlives the join: each
+pass calls `record_stream` with its caller's stream (`keep`).
+
+Side streams are distinct from each other and from the caller's. Groups draw theirs from the same
+torch pools, one per priority, and cannot be asked which: only a group of another priority
 (`is_high_priority_stream`) is sure to have another stream. On a shared stream some operations wait
-unnecessarily; the order stays correct.
-
-Memory is held until the join, after which the caller's stream is ordered after every use. Memory
-shared by passes outlives it: each pass calls `record_stream` with its caller's stream (`keep`).
-
-Querying torch's current stream costs several times as much as setting it, so the current stream is
-tracked here and never queried.
+unnecessarily; the order stays correct. That groups never wait for each other in a circle is told in
+`exchange.collectives`. Querying torch's current stream costs several times as much as setting it,
+so it is tracked here.
 
 CPU ranks have no streams: a collective runs in a thread of its process group, and the host waits
-for it at the first use of its result. The executor makes the same calls either way; the program
-differs (`chains.lower`).
+for it before the first use of its result. The executor makes the same calls; the program differs.
 """
 
 from collections.abc import Callable, Mapping
@@ -130,8 +156,6 @@ class CudaStreams(Streams):
             return lambda: self._current.wait_event(event)
 
         def wait() -> None:
-            # Here and not at the launch: with one launch queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a
-            # wait blocks everything issued after it, including the next stage's collective.
             for work in works:
                 work.wait()
 

@@ -7,9 +7,6 @@ columns at a time, which takes `SUM_COLUMNS` values of the sum's dtype per row a
 Bound: a sum of K terms is off by at most K 2^-24 of the sum of their absolute values (in fp32), and
 by one rounding. Over h hops of partial sums, this rank's own term stays unrounded, and the error in
 bf16 (rms, against fp64) is at most 1.05 sqrt(1 + h) times that of one fp32 sum rounded once.
-
-Notation: N = rows of the result, R = rows to add up, M = terms of all sums, P = ranks of a group,
-H = columns, 1 = one more on the axis before.
 """
 
 import torch

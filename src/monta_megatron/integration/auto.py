@@ -1,4 +1,4 @@
-"""Choosers: the choice of each optimizer step, the same on all ranks of an exchange.
+"""Choosers: the choice of each optimizer step, the same on all ranks of an expert group.
 
 `planner.tuning` defines the words: choice, pick, candidate, trial, round, tuning window, winner.
 Step n begins as the optimizer's step that ends step n - 1 is entered. Its iteration is timed from
@@ -11,7 +11,7 @@ Every count exchange carries a tag of 63 bits from each rank:
     31 bits    the rank's time of an iteration in units of 10 us; 0: none
 
 The tags of step n carry the times of step n - 2. Apart from the tags, ranks exchange something at
-construction only. So an exchange that has no micro-batch, or only evaluates, blocks no other one.
+construction only. So an expert group that has no micro-batch, or only evaluates, blocks no other.
 """
 
 import gc
@@ -42,8 +42,8 @@ class Chooser:
 
     Args:
         choice: the given one; None if there is none.
-        agreed_config: values that all ranks of the exchange agreed on at construction.
-        group: the ranks of the exchange.
+        agreed_config: values that all ranks of the group agreed on at construction.
+        group: the expert group; see `integration.ranks`.
 
     Attributes:
         step_choice: the choice of all micro-batches of this step. None: each micro-batch has the
@@ -79,7 +79,7 @@ class Chooser:
 
 
 class AutoChooser(Chooser):
-    """Choices for all layers of one shape on an exchange, one per optimizer step.
+    """Choices for all layers of one shape in an expert group, one per optimizer step.
 
     `planner.tuning.Tuner` chooses, by the same rules on all ranks, and has an example. This class
     numbers the steps, times them and tells all ranks:
@@ -96,18 +96,18 @@ class AutoChooser(Chooser):
 
     Args:
         tuner: of this shape.
-        by_counts: each micro-batch has the planner's pick for its own counts, always.
+        permuted_only: see `planner_for`; every micro-batch has the planner's pick for its counts.
         agreed_config, group: see `Chooser`.
     """
 
     def __init__(
         self,
         tuner: "Tuner",
-        by_counts: bool,
+        permuted_only: bool,
         agreed_config: dict[str, Any],
         group: dist.ProcessGroup,
     ) -> None:
-        self.tuner, self.by_counts = tuner, by_counts
+        self.tuner, self.permuted_only = tuner, permuted_only
         # A group may be closed before its layers are gone.
         self._ranks = dist.get_process_group_ranks(group)
         self._steps_ended: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -121,7 +121,7 @@ class AutoChooser(Chooser):
     def enter_step(self, optimizer: Any) -> None:
         """Stop the clock, and begin the next step if this optimizer is the first of its step."""
         self._clock.stop()
-        if self.by_counts or not self._ends_step(optimizer):
+        if self.permuted_only or not self._ends_step(optimizer):
             return
         self._segments[self.tuner.step] = self._clock.take()
         self._segments.pop(self.tuner.timed_step, None)
@@ -132,7 +132,7 @@ class AutoChooser(Chooser):
     def choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
         """See `Chooser`."""
         self._check_tags(counts)
-        if is_training and not self.by_counts:
+        if is_training and not self.permuted_only:
             self._clock.start(device)
             if self.tuner.workload(self.tuner.step) is None:
                 self._receive_times(counts)
@@ -175,16 +175,16 @@ class AutoChooser(Chooser):
             self._set_tag(agreed, min(round(us / TICK_US), MOST_TICKS))
 
     def _report_result(self) -> None:
-        """Report a window's result; each exchange has its own, which its first rank reports."""
+        """Report a window's result; each expert group has its own, which its first rank reports."""
         if self.tuner.result is not None and dist.get_rank() == self._ranks[0]:
             ranks, busiest = ", ".join(map(str, self._ranks)), ""
             if self._busiest is not None:
                 busiest = f"; the busiest rank receives {self._busiest:.2f} times the mean"
-            print_once(f"auto, exchange of ranks {ranks}: {self.tuner.result}{busiest}")
+            print_once(f"auto, ranks {ranks}: {self.tuner.result}{busiest}")
 
     @property
     def _others_tune(self) -> bool:
-        """Whether other layers of this exchange have an open window.
+        """Whether other layers of this expert group have an open window.
 
         They must have run in this step or the one before, since the layers of a dropped model may
         still exist on some ranks.
@@ -197,7 +197,7 @@ class AutoChooser(Chooser):
         )
 
 
-# One for all layers of a shape on an exchange; freed with the last of them.
+# One for all layers of a shape in an expert group; freed with the last of them.
 _shared: WeakValueDictionary[tuple[Any, ...], AutoChooser] = WeakValueDictionary()
 
 

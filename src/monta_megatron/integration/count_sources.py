@@ -2,8 +2,6 @@
 
 Both sources work in three steps: `collect` on the device (CUDA graphs may capture it),
 `copy_to_host` where Megatron copies its own metadata, and `read` where the host needs the counts.
-
-Notation: T = tokens of this rank, E = experts, K = integers that this rank needs.
 """
 
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ class CountsFromRanks:
             tag, received_rows: see `CountMessages.count`.
 
         Returns:
-            The counts [K] int32 on the map's device, and the number of permuted tokens in a map
+            The counts [J] int32 on the map's device, and the number of permuted tokens in a map
             with top-k experts of each token.
         """
         messages, sent = self.count_messages.count(routing_map_TE, tag, received_rows)
@@ -52,11 +50,11 @@ class CountsFromRanks:
             dist.all_to_all_single(received, messages, group=self.group)
         return self.count_messages.join(received, sent), len(routing_map_TE) * self.topk
 
-    def copy_to_host(self, counts_K: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
+    def copy_to_host(self, counts_J: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
         """Start to copy the result of `collect` to the host; no other tensor is copied."""
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
-            self._copy = maybe_move_tensor_to_cpu(counts_K, record_stream=True)
+            self._copy = maybe_move_tensor_to_cpu(counts_J, record_stream=True)
         self._copied = side_stream.record_event()
 
     def read(self) -> MicroBatchCounts:
@@ -91,7 +89,7 @@ class CountsFromCapacity:
         )
         return None, self.capacity * num_experts
 
-    def copy_to_host(self, counts_K: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
+    def copy_to_host(self, counts_J: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
         """Do nothing: the capacity is on the host."""
 
     def read(self) -> MicroBatchCounts:

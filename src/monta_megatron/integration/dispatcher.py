@@ -9,17 +9,13 @@
     combine_postprocess    unpermute                  unpermute, or nothing
 
 As stock does, dispatch_preprocess and token_dispatch each call `_maybe_dtoh_and_synchronize`. In
-one of the two the host waits for the counts, and the chain is chosen and bound to them: from there
-on `MicroBatch.choice` and `MicroBatch.exchanges` are set.
+one of the two (`sync_point_of`) the host waits for the counts, and `_bind` chooses the chain and
+binds it to them.
 
 Chains of permuted tokens leave permuting and its sums to Megatron, bit for bit; chains of tokens
 copy and sum tokens themselves, in fp32. With moe_monta_overlap_experts, chain, experts and
 transpose may run as one pipeline between token_dispatch and token_combine, which then do nothing
 (`compute`; `experts` calls it).
-
-Notation: H = hidden size, T = tokens of this rank, E = number of experts, L = local experts,
-EP and ETP = sizes of the expert parallel and expert tensor parallel groups, N = rows, W = width of
-the lists of each token's experts, K = integers that this rank needs of all ranks' counts.
 """
 
 import weakref
@@ -39,6 +35,7 @@ from monta_megatron.core import Choice
 from monta_megatron.exchange.count_messages import MicroBatchCounts
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
+from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import Experts, run_pipeline
 from monta_megatron.integration.count_sources import demands_order, padded, replaces_preprocess
@@ -50,24 +47,33 @@ from monta_megatron.integration.supported_settings import check_supported
 SHARED_EXPERTS_WAIT = hasattr(SharedExpertMLP, "wait_current_stream")
 
 
+def sync_point_of(rows: Rows | None, has_topk: bool, has_capacity: bool, captures: bool) -> str:
+    """Point at which the host waits for the counts of a micro-batch, by Megatron's name.
+
+        chain's rows     experts of a token   before_         rows to permute
+        not yet chosen   any                  permutation_1   as below, once chosen
+        tokens           any                  ep_alltoall     none
+        permuted tokens  top-k                ep_alltoall     T * top-k, cut by `_as_counted`
+        permuted tokens  padded to capacity   ep_alltoall     E * capacity
+        permuted tokens  any other number     permutation_1   as counted
+
+    CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k rows,
+    or E * capacity, before there is a choice.
+    """
+    has_size = rows == "tokens" or (rows is not None and (has_topk or has_capacity))
+    return "before_ep_alltoall" if captures or has_size else "before_permutation_1"
+
+
 @dataclass(kw_only=True)
 class MicroBatch:
     """State of one micro-batch, from dispatch_preprocess until it has left the layer.
 
-        after                  choice   num_permuted   exchanges   ids_TW
-        dispatch_preprocess    early    set            early       -
-        token_dispatch         set      set            set         set with experts in the pipeline
-        token_combine          set      -              -           -
-
-    early: set where the host waits before permute (`preprocess` has the table); choice also if the
-    whole step has one.
-
     Attributes:
-        choice: of this micro-batch; None: not chosen, until its counts arrive.
+        choice: of this micro-batch: the step's, or None until `_bind` has made it.
         has_topk: every token should have top-k experts, so shapes are known before the counts.
         num_permuted: rows to permute if the counts have not arrived.
-        exchanges: the bound chain; one per chunk with the experts in the pipeline.
-        ids_TW: ids of each token's experts.
+        exchanges: the chain, bound by `_bind`; one per chunk with the experts in the pipeline.
+        ids_TW: ids of each token's experts, for `compute`.
     """
 
     choice: Choice | None
@@ -77,9 +83,9 @@ class MicroBatch:
     ids_TW: torch.Tensor | None = None
 
     @property
-    def rows(self) -> Rows:
-        """Rows of the chain; permuted tokens while none is chosen, as CUDA graphs need."""
-        return "permuted tokens" if self.choice is None else CHAINS[self.choice.chain].rows
+    def rows(self) -> Rows | None:
+        """Rows of the chain; None while none is chosen."""
+        return None if self.choice is None else CHAINS[self.choice.chain].rows
 
 
 class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
@@ -93,7 +99,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         moe_layer: weak reference to the MoE layer of this dispatcher; None before it has one.
         micro_batch: the current one, or the last.
         received_rows: by rank, in the exchange before the last; it came with the last counts.
-        joined_counts: [K]; CUDA graphs replay it by name. None if capacity fixes the counts.
+        joined_counts: [J]; CUDA graphs replay it by name. None if capacity fixes the counts.
     """
 
     def __init__(
@@ -164,32 +170,19 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.preprocess(self.routing_map)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        # If `preprocess` has set this point, the chain is chosen and bound here.
         self._maybe_dtoh_and_synchronize("before_permutation_1")
         # [S/TP, B, H] -> [T, H]
         return self._enter(hidden_states.view(-1, self.hidden_shape[-1]), probs_TE)
 
     def preprocess(self, routing_map: torch.Tensor) -> None:
-        """Start the count exchange of a map [T, E], and set where the host waits for them.
-
-            chain's rows     routing map          host waits      rows to permute
-            not yet chosen   any                  before permute  as below, once chosen
-            tokens           top-k of each token  before chain    none
-            tokens           any other            before chain    none
-            permuted tokens  top-k of each token  before chain    T * top-k, cut by `_as_counted`
-            permuted tokens  padded to capacity   before chain    E * capacity
-            permuted tokens  any other            before permute  as counted
-
-        CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k
-        rows, or E * capacity, before there is a choice.
-        """
+        """Start the count exchange of a map [T, E], and set where the host waits for it."""
         batch, captures = self.micro_batch, self.setup.captures
         self.joined_counts, batch.num_permuted = self._counts.collect(
             routing_map, self.chooser.tag, 0 if captures else self._num_received
         )
-        has_size = batch.rows == "tokens" or batch.has_topk or self.drop_and_pad
-        waits = not captures and (batch.choice is None or not has_size)
-        self.cuda_sync_point = "before_permutation_1" if waits else "before_ep_alltoall"
+        self.cuda_sync_point = sync_point_of(
+            batch.rows, batch.has_topk, self.drop_and_pad, captures
+        )
 
     def token_dispatch(
         self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
@@ -209,7 +202,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             # Launched while the counts are on their way. A recomputation may know its choice
             # earlier than its forward pass did, but makes the same lists.
             topk = self.config.moe_router_topk
-            lists = self.setup.list_experts(self.routing_map, permuted_probs, topk)
+            lists = self._list_experts(permuted_probs, topk)
         # From here on batch.choice and batch.exchanges are set.
         self._maybe_dtoh_and_synchronize("before_ep_alltoall")
         rows_NH, probs, ids_TW = self._columns(permutated_local_input_tokens, permuted_probs, lists)
@@ -269,7 +262,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Leave the chain: [N, H] or [T, H] -> [S/TP, B, H], with the shared experts' output."""
-        if self.micro_batch.rows == "permuted tokens":
+        if self.micro_batch.rows != "tokens":
             output: torch.Tensor = super().combine_postprocess(permutated_local_input_tokens)
             return output
         output = permutated_local_input_tokens.view(self.hidden_shape)
@@ -321,8 +314,13 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             return *self._as_counted(rows_NH, probs), None
         width = batch.exchanges[0].max_experts_per_token
         if lists is None or lists[1].shape[1] != width:
-            lists = self.setup.list_experts(self.routing_map, probs, width)
+            lists = self._list_experts(probs, width)
         return rows_NH, *lists
+
+    def _list_experts(
+        self, probs_TE: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return expert_ids_of(self.routing_map, probs_TE, width, self.setup.is_fused)
 
     def _as_counted(
         self, rows_NH: torch.Tensor, probs_N: torch.Tensor

@@ -1,16 +1,18 @@
 """First use of a chain: a round trip with known answer, over all ranks of an exchange.
 
-Tokens, their experts and the experts' outputs are functions of indices, so every rank computes by
-itself what its experts must receive and what must come back, and compares bit for bit.
-`FirstUse._passes` follows one token.
+Every rank computes by itself what its experts must receive and what must come back to its tokens,
+from the rank and index of each token, and compares bit for bit. `FirstUse._passes` follows a token.
 
-A row holds the bits of its token's number, rank * 256 + token, written as 1 and 2. An expert
-multiplies it by the bits of its own number and ETP rank. Sums of such products are integers up to
-256, exact in any order. The backward passes do the same with 3 - row, which swaps 1 and 2.
-
-Every fourth column of an output shows the order of a sum instead: its summands are s, B, -B, 0, 0,
-... with s so small that s + B = B in fp32. Then s + B - B is 0, but -B + B + s is s. All partial
-sums are values of the rows' dtype, so no hop rounds.
+- A row is its token's number, rank * 256 + index, in binary: a column per bit, 1 for 0 and 2 for 1.
+  So a row in the wrong place shows whose it is.
+- An expert multiplies its rows by its own number, written likewise, so a row that went to the wrong
+  expert shows too. Sums of products are integers up to 256, exact in bf16 and in any order.
+- The backward passes send 3 - row, in which every value differs from the row's, so memory of an
+  earlier pass cannot pass for a result.
+- Every fourth column tests the order of a sum. The experts of a token put s, B, -B, 0, 0, ...
+  there, with s so small that s + B = B in fp32: s + B - B is 0, while B - B + s is s.
+  `sum_by_expert` adds them in the order of the chain. Every partial sum is a value of the rows'
+  dtype, so no hop changes it.
 
 To debug a failure: the message names the pass, the row and column of its first wrong value, the
 row's token and experts, and both values. Every pass gets right inputs, so the pass itself is wrong.
@@ -24,12 +26,11 @@ row's token and experts, and both values. Every pass gets right inputs, so the p
 All ranks of the exchange must call `check`. If only one rank raises an exception on its way, the
 others wait in the next collective until the time limit of its group.
 
-Notation: S = ranks of the exchange, T = tokens of a rank, E = experts, K = experts of a token, H =
-hidden size, N = rows, X = experts of a source row: K of a token, 1 of a permuted token. A pair is a
-token and one of its experts, as 4 integers.
+A pair is a token and one of its experts, as 4 integers. A source row has K pairs if it is a token,
+one if it is a permuted token.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
@@ -42,7 +43,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
-from monta_megatron.core import Choice, Layout
+from monta_megatron.core import Choice, GroupName, Layout
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.errors import ExchangeError
@@ -58,8 +59,8 @@ NUM_TOKENS = 256
 LARGEST, MOST_TERMS = 256, 64
 # s, B, -B, and 0 for all further summands; all are normal numbers of fp16.
 TERMS = (2.0**-13, 2.0**12, -(2.0**12), 0.0)
-# Order columns of an output. The summands are a token's experts in ascending order; or the ETP
-# ranks of a token's first expert (of every permuted token), the other experts giving 0.
+# Columns that test the order of a sum: over the experts of a token, in ascending order; over the
+# ETP ranks of one expert, a token's first, while its other experts put 0.
 BY_EXPERT, BY_ETP_RANK = slice(3, None, 8), slice(7, None, 8)
 # The integers of a pair: the token's rank and its index there, the expert's index among the
 # token's experts in ascending order, and the expert.
@@ -148,7 +149,7 @@ class FirstUse:
         """The first difference in the counts, then the first in the four passes; "" if none."""
         layout = self.count_messages.layout
         pairs = route(layout, min(self.topk, layout.num_experts, MOST_TERMS // layout.etp))
-        # [N, X, 4] in the order of the source rows: by token, or permuted by (expert, token).
+        # [N, K, 4] in the order of the source rows: by token; or [N, 1, 4] by (expert, token).
         sent, received = pairs[pairs[:, 0, SOURCE] == layout.rank], received_pairs(pairs, layout)
         if CHAINS[self.choice.chain].rows == "permuted tokens":
             sent = sent.flatten(0, 1)[sent[..., EXPERT].flatten().argsort(stable=True), None]
@@ -169,8 +170,8 @@ class FirstUse:
         source = CountsFromRanks(
             count_messages=count_messages, topk=self.topk, group=self.group, chain_name=chain.name
         )
-        counts_K, _ = source.collect(routing_map_TE.bool().to(self.device))
-        counts = count_messages.read(counts_K.cpu().numpy())
+        counts_J, _ = source.collect(routing_map_TE.bool().to(self.device))
+        counts = count_messages.read(counts_J.cpu().numpy())
         permuted, is_token = counts.permuted_tokens, chain.rows == "tokens"
         row_counts = counts.tokens if is_token else permuted
         assert row_counts is not None, "counted for chains of tokens"
@@ -183,16 +184,17 @@ class FirstUse:
             max_experts_per_token=counts.max_experts_per_token,
             fused=self.fused,
         )
-        # [ETP, EP, L] -> [S, L]
+        # [G, D, L] -> [S, L]
         return exchange, torch.from_numpy(permuted.received).transpose(0, 1).flatten(0, 1)
 
     def _passes(self, exchange: Exchange, sent: torch.Tensor, received: torch.Tensor) -> list[Any]:
         """Run the four passes; returns the arguments of `_difference` for each result.
 
-        `sent` are the pairs [N, X, 4] of the source rows, `received` those [N, 4] of the experts'.
+        `sent` are the pairs [N, K, 4] of the source rows, `received` those [M, 4] of the experts'.
 
-        Token 3 of rank 1, on 4 ranks (EP 4, ETP 1) with 2 experts each, top-3: its number is 1 *
-        256 + 3 = 259, its experts are 2 and 3 on rank 1 and 4 on rank 2. Lowest bits first:
+        Token 3 of rank 1, on 4 ranks (EP 4, ETP 1) with 2 experts each, top-3: its number is
+        1 * 256 + 3 = 259, its experts are 2 and 3 on rank 1 and 4 on rank 2. Columns 0 to 2 hold
+        the lowest bits; column 3 tests the order of the experts, column 7 that of the ETP ranks:
 
             column                   0   1   2   3              7
             row, bits of 259         2   2   1   1              1
@@ -206,15 +208,13 @@ class FirstUse:
             combine                  8  10   4   s + B - B = 0  s   the sum, at rank 1
             combine backward         1   1   2   2              2   3 - row, at all 3 experts
             dispatch backward        4   5   8   0              s   outputs for 3 - row, summed
-
-        The bits of 3 - row all differ from the row's, so no pass can pass by stale memory.
         """
         layout, chain = self.count_messages.layout, exchange.bound_chain.chain
         is_token = chain.rows == "tokens"
         terms, etp_rank = torch.tensor(TERMS), layout.rank % layout.etp
         sum_dtype = torch.promote_types(exchange.sum_dtype, self.dtype)
 
-        # Step 1: rows on both sides, and factors of the experts: [E * ETP] -> [E, ETP, bits].
+        # Step 1: rows on both sides, and factors of the experts: [E * G] -> [E, G, bits].
         sizes = len(layout.nodes) * NUM_TOKENS, layout.num_experts * layout.etp
         rows, arrived = (
             self._wide(_bits(pairs[:, SOURCE] * NUM_TOKENS + pairs[:, TOKEN], sizes[0]))
@@ -307,20 +307,31 @@ def received_pairs(pairs: torch.Tensor, layout: Layout) -> torch.Tensor:
 def sum_by_expert(
     pairs: torch.Tensor, chain: Chain, layout: Layout, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[N, X, 4] -> [N], the sum of s, B, -B, 0, ... over a row's experts by the hops of a chain.
+    """[N, K, 4] -> [N], the sum of s, B, -B, 0, ... over a row's experts, in the chain's order.
 
-    A rank sums its experts; a chain with a hop inside the node sums the ranks of a node; then the
-    token's rank sums the rest. Every hop sums in ascending order, so the result is the sum in
-    order, unless B and -B meet in an earlier hop than s and B: then s is left.
+    Each rank adds the terms of its experts. Then the copies go back, from the chain's last
+    collective to its first, and each rank adds up those that return to it, in the order of ranks.
     """
-    total = _sum_in_order(torch.tensor(TERMS)[pairs[..., PLACE].clamp(max=3)], dtype)
-    if pairs.shape[1] < 3:
-        return total
-    ranks = pairs[..., EXPERT] // layout.num_local_experts * layout.etp
-    hops_apart = (ranks.diff() != 0).int()
-    if "node" in chain.groups:
-        hops_apart += torch.tensor(layout.nodes)[ranks].diff() != 0
-    return torch.where(hops_apart[:, 1] < hops_apart[:, 0], TERMS[0], total)
+    terms = torch.tensor(TERMS, dtype=dtype)[pairs[..., PLACE].clamp(max=3)]
+    holders = pairs[..., EXPERT] // layout.num_local_experts * layout.etp
+    rows, sums_NS = torch.arange(len(pairs)), terms.new_zeros(len(pairs), len(layout.nodes))
+    for place in range(pairs.shape[1]):
+        sums_NS[rows, holders[:, place]] += terms[:, place]
+    paths = [_path(layout, chain.groups, layout.rank, int(rank)) for rank in holders.unique()]
+    for hop in range(len(chain.groups), 0, -1):
+        returned_NS = torch.zeros_like(sums_NS)
+        for holder, before in sorted({(path[hop], path[hop - 1]) for path in paths}):
+            returned_NS[:, before] += sums_NS[:, holder]
+        sums_NS = returned_NS
+    return sums_NS[:, layout.rank]
+
+
+def _path(layout: Layout, groups: Sequence[GroupName], here: int, there: int) -> tuple[int, ...]:
+    """Ranks that hold a copy on its way: `here`, then one after each collective; () if none is."""
+    if not groups:
+        return (here,) if here == there else ()
+    rest = (_path(layout, groups[1:], peer, there) for peer in layout.members(groups[0], here))
+    return next(((here, *path) for path in rest if path), ())
 
 
 def _difference(
@@ -350,5 +361,5 @@ def _mixed(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_in_order(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[..., X] -> [...], added one after the other in a dtype."""
+    """[..., G] -> [...], added one after the other in a dtype."""
     return reduce(add, values.to(dtype).unbind(-1))

@@ -1,11 +1,10 @@
-"""Set-up of a layer's dispatcher: what lasts for the layer, agreed by the ranks of its exchange."""
+"""Set-up of a layer's dispatcher: what lasts for the layer, agreed by its expert group."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,7 +17,6 @@ from monta_megatron.common.torch_private import is_usable
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups
 from monta_megatron.exchange.count_messages import CountMessages
-from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
 from monta_megatron.integration.auto import AutoChooser, Chooser, share_chooser, shared_chooser
 from monta_megatron.integration.count_sources import CountsFromCapacity, CountsFromRanks
@@ -26,8 +24,8 @@ from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import agreed_config, planner_for
 from monta_megatron.integration.ranks import (
     check_same_config,
-    nodes_of_exchange,
-    on_every_exchange,
+    nodes_of_ranks,
+    on_every_expert_group,
     reports_for_stage,
 )
 from monta_megatron.planner.choose import Planner
@@ -56,16 +54,6 @@ class LayerSetup:
     chooser: Chooser
     captures: bool
     is_fused: bool
-
-    @cached_property
-    def list_experts(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Function that lists each token's experts; see `exchange.expert_lists.expert_ids_of`."""
-        if self.is_fused:
-            # Triton may be missing where no kernel runs.
-            from monta_megatron.exchange.kernels import expert_lists
-
-            return expert_lists.expert_ids_of
-        return expert_ids_of
 
     @cached_property
     def counts(self) -> CountsFromRanks | CountsFromCapacity:
@@ -104,7 +92,7 @@ class LayerSetup:
     def open_groups(self, before: Mapping[str, PeerGroup]) -> Mapping[str, PeerGroup]:
         """The groups of the chains: `before`, or new ones at first and where any was closed.
 
-        All ranks of the exchange call this.
+        All ranks of the expert group call this.
 
         Raises:
             ValueError: Megatron's own groups were destroyed.
@@ -145,10 +133,8 @@ def set_up_layer(
     """
     given, group, device = Options.of(config), groups["tp_ep"], device_type()
     report = print_once if reports_for_stage(group, pg_collection) else _no_report
-    # If capacity fixes the counts, none are exchanged; if CUDA graphs capture the permutation, the
-    # rows have to be permuted. In both cases "auto" is limited to chains of permuted tokens, and
-    # each micro-batch has the planner's pick for its own counts.
-    by_counts = captures or config.moe_pad_expert_input_to_capacity
+    # Capacity fixes the counts, and none are exchanged; or the rows are permuted in a CUDA graph.
+    permuted_only = captures or config.moe_pad_expert_input_to_capacity
     if captures and config.moe_router_padding_for_quantization:
         raise ValueError(
             "moe_router_padding_for_quantization: got True, must be False with CUDA graphs of the "
@@ -156,9 +142,9 @@ def set_up_layer(
         )
 
     def set_up() -> LayerSetup:
-        agreed = agreed_config(given, config, groups, permuted_only=by_counts)
-        hosts, chooser = _agree_on_exchange(agreed, group)
-        nodes, nodes_note = nodes_of_exchange(given, dist.get_process_group_ranks(group), hosts)
+        agreed = agreed_config(given, config, groups, permuted_only)
+        hosts, chooser = _agree_in_group(agreed, group)
+        nodes, nodes_note = nodes_of_ranks(given, dist.get_process_group_ranks(group), hosts)
         kernels, kernels_note = agreed_kernels(given.kernels, device, group)
         options = replace(given, kernels=kernels)
         layout = Layout(
@@ -168,7 +154,7 @@ def set_up_layer(
             rank=dist.get_group_rank(group, dist.get_rank()),
             nodes=nodes,
         )
-        planner = planner_for(options, config, layout, permuted_only=by_counts)
+        planner = planner_for(options, config, layout, permuted_only)
         if planner.fixed is not None:
             chooser = Chooser(planner.fixed, agreed, group)
         elif chooser is None:
@@ -176,7 +162,7 @@ def set_up_layer(
             from monta_megatron.planner.tuning import Tuner
 
             tuner = Tuner(planner=planner, num_steps=options.tune_steps, report=report)
-            chooser = share_chooser(AutoChooser(tuner, by_counts, agreed, group))
+            chooser = share_chooser(AutoChooser(tuner, permuted_only, agreed, group))
         setup = LayerSetup(
             config=config,
             options=options,
@@ -194,17 +180,17 @@ def set_up_layer(
 
     # Exchanges of one training measure the same iterations, so their windows have one length.
     steps = {"moe_monta_tune_steps": given.tune_steps}
-    return on_every_exchange(set_up, getattr(pg_collection, "expt_dp", None), steps)
+    return on_every_expert_group(set_up, getattr(pg_collection, "expt_dp", None), steps)
 
 
 def _no_report(line: str) -> None:
     """Report of a rank that does not report for its pipeline stage."""
 
 
-def _agree_on_exchange(
+def _agree_in_group(
     agreed: dict[str, Any], group: dist.ProcessGroup
 ) -> tuple[Sequence[str], Chooser | None]:
-    """Check that all ranks of the exchange share the agreed values; one gather.
+    """Check that all ranks of the expert group share the agreed values; one gather.
 
     Returns:
         Each rank's host (or MONTA_NODE), and the chooser that layers of this shape share already.

@@ -1,4 +1,4 @@
-"""The planner of a dispatcher, and the values that all ranks of an exchange have to share."""
+"""The planner of a dispatcher, and the values that all ranks of an expert group have to share."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -45,7 +45,8 @@ def planner_for(
 
     Args:
         options, config, layout: of this rank, already checked.
-        permuted_only: "auto" may choose only chains whose rows are permuted tokens.
+        permuted_only: "auto" may choose only chains whose rows are permuted tokens, as where CUDA
+            graphs capture the permutation, or padding fixes the counts.
 
     Raises:
         ValueError: the chain cannot run here, or the cluster has too few nodes.
@@ -119,7 +120,7 @@ def agreed_config(
     groups: Mapping[str, dist.ProcessGroup],
     permuted_only: bool,
 ) -> dict[str, Any]:
-    """Values that all ranks of an exchange have to share: everything that decides what runs.
+    """Values that all ranks of an expert group have to share: everything that decides what runs.
 
     Args:
         options, config, permuted_only: see `planner_for`.
@@ -133,7 +134,7 @@ def agreed_config(
         # Costs are too long for a message. Without a cluster file they follow from the GPU.
         "GPU": gpu_name() if is_priced and cluster is None else None,
         "hash of the costs": hash_of({"costs": repr(cluster)}) if is_priced else None,
-        "permuted tokens alone": permuted_only,
+        "permuted_only": permuted_only,
         **{name: str(getattr(config, name, None)) for name in AGREED_FIELDS},
         **{
             f"{setting} of {name} (--nccl-communicator-config-path)": value

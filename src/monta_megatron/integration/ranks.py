@@ -1,4 +1,8 @@
-"""Ranks of an exchange: their nodes, agreement, reports, and the registered MoE layers."""
+"""Ranks of an expert group: their nodes, agreement, reports, and the registered MoE layers.
+
+An expert group is the TP x EP ranks that share the experts of a layer (Megatron's `tp_ep` group).
+The expert groups of a pipeline stage are replicas of each other.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -24,12 +28,13 @@ def layers() -> list[Any]:
     return sorted(ours, key=lambda layer: layer.layer_number or 0)
 
 
-def reports_for_stage(exchange: dist.ProcessGroup, pg_collection: Any) -> bool:
-    """Whether this rank reports for its pipeline stage: the first rank of its first exchange."""
-    exchanges = getattr(pg_collection, "expt_dp", None)
-    if exchanges is None:
+def reports_for_stage(expert_group: dist.ProcessGroup, pg_collection: Any) -> bool:
+    """Whether this rank is its pipeline stage's first: the first of its first expert group."""
+    replicas = getattr(pg_collection, "expt_dp", None)
+    if replicas is None:
         return dist.get_rank() == 0
-    return all(dist.get_group_rank(group, dist.get_rank()) == 0 for group in (exchange, exchanges))
+    groups = expert_group, replicas
+    return all(dist.get_group_rank(group, dist.get_rank()) == 0 for group in groups)
 
 
 T = TypeVar("T")
@@ -39,7 +44,7 @@ ADVICE = {"step": "an optimizer has to make a step on all ranks or on none"}
 
 
 def agree(agreed: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Gather the values of all ranks of an exchange, for `check_same_config`."""
+    """Gather the values of all ranks of an expert group, for `check_same_config`."""
     check_same_config(gather_objects(agreed, group), dist.get_process_group_ranks(group))
 
 
@@ -59,20 +64,20 @@ def check_same_config(by_rank: Sequence[dict[str, Any]], ranks: Sequence[int]) -
                 )
 
 
-def on_every_exchange(
-    set_up: Callable[[], T], exchanges: dist.ProcessGroup | None, agreed: dict[str, Any]
+def on_every_expert_group(
+    set_up: Callable[[], T], replicas: dist.ProcessGroup | None, agreed: dict[str, Any]
 ) -> T:
-    """Set up this rank's exchange, or fail together with the stage's other exchanges.
+    """Set up this rank's expert group, or fail together with the stage's others.
 
     If one failed alone, the ranks of the others would wait for it forever.
 
     Args:
-        set_up: raises ValueError on all ranks of an exchange, or on none.
-        exchanges: the ranks with this rank's position in the stage's exchanges; None if unknown.
-        agreed: values that all exchanges have to share.
+        set_up: raises ValueError on all ranks of an expert group, or on none.
+        replicas: the ranks with this rank's position in the stage's groups; None if unknown.
+        agreed: values that all groups have to share.
 
     Raises:
-        ValueError: `set_up` failed here or on another exchange; or the exchanges differ in
+        ValueError: `set_up` failed here or in another group; or the groups differ in
             `agreed`, or in whether MONTA_NODE is set.
     """
     result, problem = None, ""
@@ -80,12 +85,12 @@ def on_every_exchange(
         result = set_up()
     except ValueError as error:
         problem = str(error)
-    if exchanges is not None and dist.get_world_size(exchanges) > 1:
-        ranks = dist.get_process_group_ranks(exchanges)
-        answers = gather_objects((problem, is_named(), agreed), exchanges)
+    if replicas is not None and dist.get_world_size(replicas) > 1:
+        ranks = dist.get_process_group_ranks(replicas)
+        answers = gather_objects((problem, is_named(), agreed), replicas)
         problems, named, by_rank = zip(*answers, strict=True)
         for rank, elsewhere in zip(ranks, problems, strict=True):
-            problem = problem or (elsewhere and f"{elsewhere} (on the exchange of rank {rank})")
+            problem = problem or (elsewhere and f"{elsewhere} (in the expert group of rank {rank})")
         if not problem:
             check_named_alike(named, ranks)
             check_same_config(by_rank, ranks)
@@ -95,7 +100,7 @@ def on_every_exchange(
     return result
 
 
-def nodes_of_exchange(
+def nodes_of_ranks(
     options: Options, ranks: Sequence[int], hosts: Sequence[str]
 ) -> tuple[tuple[int, ...], str | None]:
     """The node of each rank by options and hosts (or MONTA_NODE); see `Cluster.nodes_of`."""

@@ -172,7 +172,7 @@ UNSUPPORTED_WITH_OVERLAP = (
     Unsupported(
         "log_moe_overload_factor",
         "Megatron counts the rows of a micro-batch where its experts are called once; the line "
-        "'auto, exchange of ranks ...' says how far the busiest rank is above the mean",
+        "'auto, ranks ...' says how far the busiest rank is above the mean",
     ),
 )
 

@@ -221,7 +221,9 @@ def peak_bytes(bound: BoundProgram) -> float:
         Bytes on this rank beyond the pass's input.
     """
     program = bound.program
-    sizes = {slot: max(map(bound.num_bytes, buffers)) for slot, buffers in program.slots.items()}
+    sizes: dict[int, float] = {}
+    for buffer in program.buffers:
+        sizes[buffer.slot] = max(bound.num_bytes(buffer), sizes.get(buffer.slot, 0.0))
     live = {program.buffers[0].slot: 0.0}
     if program.policy != "host":
         # Those that are held until the join are allocated before the first operation.

@@ -15,9 +15,9 @@
     end, end + 1            the best so far; the times of the last trials are still on their way
     from end + 2            the winner
 
-Everything here follows from data that all ranks of the exchange share. Nothing follows from what
-other exchanges do, but their rounds are in phase: the step number modulo the length of a round
-gives the candidate.
+Everything here follows from data that all ranks of an expert group share. Nothing follows from what
+other groups do, but their rounds are in phase: the step number modulo the length of a round gives
+the candidate.
 """
 
 from collections import Counter
@@ -70,13 +70,13 @@ class Trial(NamedTuple):
 
 @dataclass(kw_only=True)
 class TuningWindow:
-    """Steps in which the candidates of an exchange have trials in a round robin.
+    """Steps in which the candidates of an expert group have trials in a round robin.
 
     Attributes:
         candidates: with their predicted us; plain alltoall comes first.
         first: number of the first step.
         num_steps: length of the window; 0 where candidates are not measured.
-        warm: candidates that this exchange ran in an earlier window.
+        warm: candidates that this group ran in an earlier window.
         trials: by step.
         workload: the most frequent one of the timed trials; of several, the largest.
         measured_us: the shortest iteration of each candidate, over its timed trials of that
@@ -167,7 +167,7 @@ class TuningWindow:
     def cost(self) -> float:
         """Extra time of the trials over the winner's, as a number of its iterations.
 
-        Trials of another workload are left out: other exchanges take another time.
+        Trials of another workload are left out: they take another time.
         """
         if self.best is None:
             return 0.0
@@ -199,7 +199,7 @@ class TuningWindow:
 
 @dataclass(kw_only=True)
 class Tuner:
-    """Chooses for every optimizer step of the layers of one shape on an exchange.
+    """Chooses for every optimizer step of the layers of one shape in an expert group.
 
     With 6 steps of tuning a round has 2 steps, one for A (plain alltoall) and one for B:
 
@@ -235,6 +235,7 @@ class Tuner:
     _tokens: int = 0
     _second_due_at: float = inf
     _announced: set[Choice] = field(default_factory=set)
+    _picked: set[tuple[Choice, str]] = field(default_factory=set)
 
     @property
     def is_open(self) -> bool:
@@ -268,7 +269,7 @@ class Tuner:
         """End this step, and choose for the next one.
 
         Args:
-            others_tune: whether other layers of the exchange have an open window.
+            others_tune: whether other layers of the group have an open window.
         """
         if (workload := self.workload(self.step)) is not None:
             _, self._tokens = self._exchanges[self.step]
@@ -310,9 +311,11 @@ class Tuner:
         self._choose()
 
     def pick(self, tokens: int) -> Choice:
-        """Return the planner's pick for at most `tokens` on a rank, and report it."""
-        pick, why = self.planner.pick(tokens)
-        self.report(f"{self._where}: {pick.name}, {why}")
+        """Return the planner's pick for at most `tokens` on a rank; report a new one."""
+        picked = pick, why = self.planner.pick(tokens)
+        if picked not in self._picked:
+            self._picked.add(picked)
+            self.report(f"{self._where}: {pick.name}, {why}")
         return pick
 
     def _choose(self) -> None:

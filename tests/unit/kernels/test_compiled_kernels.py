@@ -13,9 +13,9 @@ from compiled_kernels import TARGETS, Compiled, Launch, launches, launches_of
 
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.count_routing import count_routing
 from monta_megatron.exchange.kernels.duplicate import duplicate
-from monta_megatron.exchange.kernels.expert_lists import expert_ids_of
 from monta_megatron.exchange.kernels.find_copies import find_copies
 from monta_megatron.exchange.kernels.reduce import reduce
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
@@ -82,7 +82,7 @@ def launch_lists(num_experts: int) -> list[Launch]:
     routing_map = torch.empty(NUM_ROWS, num_experts, dtype=torch.bool)
     probs = torch.empty(NUM_ROWS, num_experts, requires_grad=True)
     with launches() as caught:
-        lists, _ = expert_ids_of(routing_map, probs, TOPK)
+        lists, _ = expert_ids_of(routing_map, probs, TOPK, fused=True)
         lists.backward(torch.empty_like(lists))
     return caught
 

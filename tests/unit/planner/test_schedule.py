@@ -5,9 +5,9 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
-from linear_pipeline import Stage, operation_of, with_waits, work_of
+from linear_pipeline import Stage, operation_of, work_of
 
-from monta_megatron.chains.program import Policy, Resource
+from monta_megatron.chains.program import Policy, Resource, with_waits
 from monta_megatron.planner import schedule as program_schedule
 from monta_megatron.planner.curves import RESOURCES
 from monta_megatron.planner.price import Work

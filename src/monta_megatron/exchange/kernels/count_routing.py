@@ -8,9 +8,7 @@ The first launch counts runs of tokens, each inside one block, the second sums t
 A tile is [tokens, outer parts, inner parts, experts of an inner part].
 
 Bytes: the map is read once; each count of a run takes 8, written and read.
-Grid: [R], then [B, C / COLUMNS].
-
-Notation: T = tokens, E = experts, B = token blocks, R = runs, C = counts of each.
+Grid: [R], then [B, X / COLUMNS].
 """
 
 import math
@@ -47,13 +45,13 @@ def count_routing(
     runs_per_block = blocks_of(size, tiles * tokens)
     num_counts = num_experts + outer + inner + 1
 
-    runs_RC = routing_map_TE.new_empty(num_blocks * runs_per_block, num_counts, dtype=torch.int32)
+    runs_RX = routing_map_TE.new_empty(num_blocks * runs_per_block, num_counts, dtype=torch.int32)
     counts = routing_map_TE.new_empty(num_blocks * (num_counts - 1) + 1, dtype=torch.int32)
     experts, by_outer, by_inner, most = counts.split(
         [num_blocks * num_experts, num_blocks * outer, num_blocks * inner, 1]
     )
-    count(len(runs_RC), routing_map_TE, runs_RC, num_tokens, size, runs_per_block, tiles)
-    add(num_blocks, runs_RC, counts, num_blocks, runs_per_block)
+    count(len(runs_RX), routing_map_TE, runs_RX, num_tokens, size, runs_per_block, tiles)
+    add(num_blocks, runs_RX, counts, num_blocks, runs_per_block)
     by_size = {outer: by_outer, inner: by_inner}
     result = {"experts": experts.view(num_blocks, -1)}
     if with_most:

@@ -7,8 +7,6 @@ Either goes to row index[m] instead of m, if an index is given.
 
 Bytes: each copy is read once and written once; 8 for each of its indices.
 Grid: [M / rows of a tile, row / units of a tile]; programs of the first units copy the lists.
-
-Notation: N = rows, M = copies, R = rows written to, H = hidden size, W = most experts of any row.
 """
 
 import torch
@@ -46,7 +44,7 @@ def duplicate(
         into: rows [R, H]; [R, W] lists, or [R] probabilities if each copy is for one expert. A
             column that is None is not copied.
         index_M: row of each copy in `into`; None if they are in order.
-        launches: cache for columns of the same shapes.
+        launches: those that calls with the same layout of arguments share.
     """
     launches = {} if launches is None else launches
     rows_NH = columns.rows

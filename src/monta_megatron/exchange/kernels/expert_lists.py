@@ -7,8 +7,6 @@
 
 Bytes: the map is read once, each list and each routed probability read and written once.
 Grid: [T / tokens of a tile], in both directions.
-
-Notation: T = tokens, E = experts, W = most experts of any token.
 """
 
 from functools import cache
@@ -17,7 +15,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
 from monta_megatron.exchange.kernels.tiles import LIST, Launch, kernel
 
@@ -25,43 +22,28 @@ from monta_megatron.exchange.kernels.tiles import LIST, Launch, kernel
 MOST_TOKENS, TILE = 32, 1024
 
 
-def expert_ids_of(
-    routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, max_experts_per_token: int
+def make_lists(
+    routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and result as of `exchange.expert_lists.expert_ids_of`; differentiable."""
-    return _ExpertLists.apply(routing_map_TE, probs_TE, max_experts_per_token)
+    """Arguments and result as of `exchange.expert_lists.make_lists`."""
+    num_tokens, num_experts = routing_map_TE.shape
+    lists_TW = probs_TE.new_empty(num_tokens, width)
+    ids_TW = torch.empty(num_tokens, width, dtype=torch.int32, device=probs_TE.device)
+    strides = routing_map_TE.stride(0), probs_TE.stride(0)
+    launch = _launch(_list, probs_TE.device, probs_TE.dtype, num_experts, width, *strides)
+    launch(num_tokens, routing_map_TE, probs_TE, lists_TW, ids_TW, num_tokens)
+    return lists_TW, ids_TW
 
 
-class _ExpertLists(torch.autograd.Function):
-    """Saves for backward only the map, which is kept alive anyway."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_tokens, num_experts = routing_map_TE.shape
-        lists_TW = probs_TE.new_empty(num_tokens, width)
-        ids_TW = torch.empty(num_tokens, width, dtype=torch.int32, device=probs_TE.device)
-        ctx.save_for_backward(routing_map_TE)
-        ctx.mark_non_differentiable(ids_TW)
-        strides = routing_map_TE.stride(0), probs_TE.stride(0)
-        launch = _launch(_list, probs_TE.device, probs_TE.dtype, num_experts, width, *strides)
-        launch(num_tokens, routing_map_TE, probs_TE, lists_TW, ids_TW, num_tokens)
-        return lists_TW, ids_TW
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, gradient_TW: torch.Tensor, _: torch.Tensor
-    ) -> tuple[None, torch.Tensor, None]:
-        (routing_map_TE,) = ctx.saved_tensors
-        num_tokens, num_experts = routing_map_TE.shape
-        gradient_TW = gradient_TW.contiguous()
-        into_TE = gradient_TW.new_empty(num_tokens, num_experts)
-        shared = num_experts, gradient_TW.shape[1], routing_map_TE.stride(0)
-        launch = _launch(_unlist, into_TE.device, into_TE.dtype, *shared)
-        launch(num_tokens, routing_map_TE, gradient_TW, into_TE, num_tokens)
-        return None, into_TE, None
+def bring_back(routing_map_TE: torch.Tensor, gradient_TW: torch.Tensor) -> torch.Tensor:
+    """Arguments and result as of `exchange.expert_lists.bring_back`."""
+    num_tokens, num_experts = routing_map_TE.shape
+    gradient_TW = gradient_TW.contiguous()
+    into_TE = gradient_TW.new_empty(num_tokens, num_experts)
+    shared = num_experts, gradient_TW.shape[1], routing_map_TE.stride(0)
+    launch = _launch(_unlist, into_TE.device, into_TE.dtype, *shared)
+    launch(num_tokens, routing_map_TE, gradient_TW, into_TE, num_tokens)
+    return into_TE
 
 
 @cache

@@ -14,8 +14,6 @@ places, so that each copy gets its number without an atomic.
 Bytes: ids are read in both launches; 16 or 24 per copy and 8 per row are written once. Each program
 of the second launch reads all counts: 4 B^2 P, with at most `MOST_BLOCKS` blocks.
 Grid: [B] in both launches.
-
-Notation: N = rows, W = most experts of any row, M = copies, P = parts, B = blocks.
 """
 
 import torch
@@ -40,21 +38,21 @@ def find_copies(
         ids_NW: int32, ascending experts of each row, padded with a number beyond the last one.
         parts: expert ranges of the parts.
         copies: receives the result; its sizes are known from the counts.
-        launches: cache for ids of the same width and stride.
+        launches: those that calls with the same layout of arguments share.
     """
     num_rows, width = ids_NW.shape
     if num_rows == 0:
         copies.row_starts.zero_()
         return
     launches = {} if launches is None else launches
-    of_parts = parts.first, parts.size, parts.num_parts
-    if of_parts not in launches:
+    if "count" not in launches:
         all_parts = triton.next_power_of_2(parts.num_parts)
         rows = max(1, min(MOST_ROWS, TILE // all_parts))
+        of_parts = parts.first, parts.size, parts.num_parts
         shared = width, ids_NW.stride(0), *of_parts, rows, all_parts
-        launches["count", of_parts] = Launch(_count_parts, 1, 1, *shared)
-        launches[of_parts] = Launch(_find_copies, 1, 1, *shared)
-    count, find = launches["count", of_parts], launches[of_parts]
+        launches["count"] = Launch(_count_parts, 1, 1, *shared)
+        launches["find"] = Launch(_find_copies, 1, 1, *shared)
+    count, find = launches["count"], launches["find"]
     *_, rows, _ = count.shared
     num_tiles = blocks_of(num_rows, rows)
     tiles_per_block = blocks_of(num_tiles, MOST_BLOCKS)

@@ -2,9 +2,6 @@
 
 Operations without a kernel are those of `operations`: collectives, and "pack" and "put" of permuted
 tokens, which already copy each row once, in one launch per column.
-
-Notation: N = rows, M = copies of them, P = ranks of a group, H = hidden size, R = a part of the
-rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +18,7 @@ from monta_megatron.exchange.operations import OPERATIONS, Works, first_unrounde
 
 def find(buffers: Buffers, operation: Operation) -> None:
     """Derive the copies of rows from their expert ids; two launches."""
-    columns, _ = buffers.source(operation)
+    columns = buffers.source(operation)
     parts = buffers.exchange.bound_chain.stages[operation.position].parts
     assert columns.ids is not None and parts is not None, f"{operation.stage} has nothing to find"
     copies, launches = buffers.copies(operation), buffers.launches(operation)
@@ -36,14 +33,16 @@ def duplicate(buffers: Buffers, operation: Operation) -> None:
         # Messages of the same format are copied with all of their columns at once.
         columns, into = Columns(*buffers.sent(operation)), Columns(*buffers.messages(written))
     else:
-        (columns, _), (into, index_M) = buffers.source(operation), buffers.target(operation)
+        columns, into = buffers.source(operation), buffers.target(operation)
+        index_M = buffers.row_indices(operation)
     copies, launches = buffers.copies(operation), buffers.launches(operation)
     duplicate_rows(columns, copies, into, index_M, launches)
 
 
 def reduce(buffers: Buffers, operation: Operation) -> None:
     """Sum each row's copies and their probabilities, rounded once: [M, H] -> [N, H]."""
-    (columns, index_M), (into, _) = buffers.source(operation), buffers.target(operation)
+    columns, into = buffers.source(operation), buffers.target(operation)
+    index_M = buffers.row_indices(operation)
     unrounded_RH, first = None, 0
     if operation.unrounded is not None:
         # Rows on the wire are rounded; this rank's term of the next sum is not.
@@ -55,7 +54,7 @@ def reduce(buffers: Buffers, operation: Operation) -> None:
 
 def reduce_ranks(buffers: Buffers, operation: Operation) -> None:
     """Sum each row's terms from all ranks, rounded once: [P * N, H] -> [N, H]."""
-    (columns, _), (into, _) = buffers.source(operation), buffers.target(operation)
+    columns, into = buffers.source(operation), buffers.target(operation)
     kept = operation.unrounded
     reduce_terms(
         columns,

@@ -9,9 +9,6 @@
 Bytes: each copy is read once and each row written once; 8 or 16 for a copy's index per block of its
 units.
 Grid: [N, row / units of a tile]; programs of the first units sum the lists.
-
-Notation: N = rows, M = copies, H = hidden size, W = most experts of any row,
-R = a part of the rows.
 """
 
 import torch
@@ -54,7 +51,7 @@ def reduce(
         index_M: row of each copy in `columns`; None if they are in order.
         unrounded_RH: receives the sums of some rows before rounding, in `dtype`.
         first_unrounded: the first of these rows.
-        launches: cache for columns of the same shapes.
+        launches: those that calls with the same layout of arguments share.
     """
     launches = {} if launches is None else launches
     rows, probs = columns.rows, None if into.probs is None else columns.probs

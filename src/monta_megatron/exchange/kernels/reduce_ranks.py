@@ -7,8 +7,6 @@ rank's own term is the unrounded one, if given. Probabilities are summed likewis
 
 Bytes: each term is read once and each row written once.
 Grid: [N, row / units of a tile]; programs of the first units sum the probabilities.
-
-Notation: N = rows, P = ranks of the group, H = hidden size, W = most experts of any row.
 """
 
 import torch
@@ -48,17 +46,17 @@ def reduce_ranks(
         ranks_per_sum: see `chains.stage_operations.ranks_per_sum`.
         unrounded_NH: this rank's term before rounding, in `dtype`; None if it was not rounded.
         rank: the position of this rank.
-        launches: cache for columns of the same shapes.
+        launches: those that calls with the same layout of arguments share.
     """
     launches = {} if launches is None else launches
     rows, probs = columns.rows, columns.probs
     num_rows = into.rows.shape[0]
     if num_rows == 0:
         return
-    if rank not in launches:
+    if "reduce" not in launches:
         unit = values_per_unit(rows, into.rows, unrounded_NH)
         num_units = rows.shape[1] // unit
-        launches[rank] = Launch(
+        launches["reduce"] = Launch(
             _reduce_ranks,
             1,
             blocks_of(num_units, UNITS),
@@ -77,7 +75,7 @@ def reduce_ranks(
             unit,
             UNITS,
         )
-    launches[rank](num_rows, rows, probs, into.rows, into.probs, unrounded_NH, num_rows)
+    launches["reduce"](num_rows, rows, probs, into.rows, into.probs, unrounded_NH, num_rows)
 
 
 @kernel("rows", "into_rows", "unrounded")

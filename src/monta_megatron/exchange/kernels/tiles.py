@@ -6,7 +6,7 @@ can rely on the alignment without a variant for each size.
 """
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -67,7 +67,7 @@ class Launch:
     """Repeated launch of a kernel for different rows, without fused multiply-add.
 
     The first launch binds arguments and looks up the variant, which takes the host ten times as
-    long as the rest. Later launches must have tensors of the same dtypes, alignment and strides.
+    long as the rest. Later launches must have the same; see `exchange.buffers._launches_of`.
 
     Args:
         kernel: the kernel.
@@ -96,8 +96,8 @@ class Launch:
             self._variant = variant
 
 
-# Launches of one operation, by the arguments of its kernels other than columns.
-Launches: TypeAlias = dict[Hashable, Launch]
+# Launches of one operation, by name; `exchange.buffers` says which operations share them.
+Launches: TypeAlias = dict[str, Launch]
 
 
 def blocks_of(number: int, size: int) -> int:

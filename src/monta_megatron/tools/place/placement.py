@@ -206,9 +206,6 @@ class Placement:
         return Placement(model=self.model, num_experts=self.num_experts, layers=layers)
 
 
-# A thousand layers of a thousand experts take less.
-
-
 def read_placement(path: Path) -> Placement:
     """Read a placement that `monta place --out` or `--json` wrote.
 
