@@ -18,10 +18,10 @@ from compiled_kernels import no_driver
 from fake_world import RANK
 from launch_counts import LaunchCounts, count_launches
 from launch_times import host_us
-from monta_megatron.exchange.payload import Columns
 
 from monta_megatron.common import torch_private
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
+from monta_megatron.exchange.memory import Columns
 
 GROUP_SIZES = (2, 8, 16, 64)
 ROUNDS, CALLS = 30, 50
