@@ -25,34 +25,30 @@ from monta_megatron.chains import CHAINS
 
 # Of a tuning window, with trials of two candidates.
 STEPS = 6
+ROUTER_WIDTH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(exchanges.Case):
     """A dispatcher, and the micro-batches that go through it.
 
     `chain` may be "auto", which may be tuned; an optimizer makes a step after each micro-batch.
     Rank r has `tokens[r + step]` tokens, cyclically. `routing` is as in `exchanges.Case`, or
-    "no_expert" (no token has any), "empty_rank" (none of a rank's has), or "router": Megatron's.
+    "no_expert" (no token has any), "empty_rank" (none of a rank's has), "mixed" (ranks have fewer
+    than top-k, any number, or none, in turn), or "router": Megatron's.
     `capacity`: "" for none; "drop" counts what a router has dropped, "pad" fills the experts up.
-    `flat` rows are [T, W], not [T, 1, W]; `strided` ones have gaps between them. `fused` is
-    Triton's interpreter, `pipelined` the experts inside the pipeline, `checked` the check of the
-    first use. `recompute` is "reentrant" or "not reentrant" where backward runs our phases again.
+    Rows, as wide as `hidden`, are [T / B, B, W] for B = `batch`, or [T, W] where they are `flat`;
+    `strided` ones have gaps between them, and lists lie transposed. `params_dtype` is the rows'
+    dtype unless given. `fused` is Triton's interpreter, `pipelined` the experts inside the
+    pipeline, `checked` the check of the first use. Where a case is not of training, every other
+    step trains all the same. `recompute` is "reentrant" or "not reentrant" where backward runs our
+    phases again.
     """
 
-    chain: str
-    ep: int = 4
-    etp: int = 1
-    ranks_per_node: int = 2
-    num_local_experts: int = 2
-    topk: int = 2
-    tokens: tuple[int, ...] = (8, 8, 8, 8)
-    width: int = 8
-    dtype: str = "float32"
-    probs_dtype: str = "float32"
-    routing: str = "uniform"
+    tp: int = 1
+    batch: int = 1
+    params_dtype: str = ""
     capacity: str = ""
-    num_chunks: int = 1
     num_steps: int = 1
     is_tuned: bool = False
     pipelined: bool = False
@@ -62,12 +58,6 @@ class Case:
     is_training: bool = True
     recompute: str = ""
     checked: bool = False
-    seed: int = 0
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.ep * self.num_local_experts
 
     @property
     def is_patched(self) -> bool:
@@ -75,7 +65,7 @@ class Case:
 
         They have to where a map holds more experts of a token than top-k.
         """
-        holds_more = self.routing in ("any_number", "every_expert")
+        holds_more = self.routing in ("any_number", "every_expert", "mixed")
         of_tokens = self.chain != "auto" and CHAINS[self.chain].rows == "tokens"
         return (holds_more and not of_tokens) or self.seed % 2 == 1
 
@@ -96,13 +86,14 @@ class Case:
             "check": int(self.checked),
         }
         return layers.Case(
+            tp=self.tp,
             ep=self.ep,
             etp=self.etp,
             num_local_experts=self.num_local_experts,
             topk=self.topk,
             # Of the router, and of experts that are not run.
-            hidden=8,
-            dtype=self.dtype,
+            hidden=ROUTER_WIDTH,
+            dtype=self.params_dtype or self.dtype,
             config=config,
             options={f"moe_monta_{name}": value for name, value in options.items()},
         )
@@ -137,24 +128,24 @@ def make_batch(case: Case, step: int, layer: Any) -> Batch:
 
     if case.routing == "router":
         with torch.no_grad():
-            _, routing_map = layer.router(normal(8, case.dtype).unsqueeze(1))
+            _, routing_map = layer.router(normal(ROUTER_WIDTH, case.dtype).unsqueeze(1))
     else:
-        routing = exchanges.Case(
-            chain=case.chain,
-            ep=case.ep,
-            num_local_experts=case.num_local_experts,
-            topk=case.topk,
-            routing=case.routing if case.routing in exchanges.ROUTINGS else "uniform",
-        )
-        routing_map = exchanges.make_routing(routing, num_tokens, generator)
-    empty = case.seed % dist.get_world_size()
-    if case.routing == "no_expert" or (case.routing == "empty_rank" and rank == empty):
-        routing_map = torch.zeros_like(routing_map)
+        routing = case.routing
+        if routing == "mixed":
+            routing = ("capacity", "any_number", "no_expert")[rank % 3]
+        if routing == "empty_rank" and rank == case.seed % dist.get_world_size():
+            routing = "no_expert"
+        named = replace(case, routing=routing if routing in exchanges.ROUTINGS else "uniform")
+        routing_map = exchanges.make_routing(named, num_tokens, generator)
+        if routing == "no_expert":
+            routing_map = torch.zeros_like(routing_map)
+    if case.strided:
+        routing_map = routing_map.T.contiguous().T
     return Batch(
-        tokens=normal(case.width, case.dtype),
+        tokens=normal(case.hidden, case.dtype),
         routing_map=routing_map,
         probs=normal(case.num_experts, case.probs_dtype) * routing_map,
-        gradient=normal(case.width, case.dtype),
+        gradient=normal(case.hidden, case.dtype),
     )
 
 
@@ -193,17 +184,18 @@ def compute(rows: torch.Tensor, factors: torch.Tensor, probs: torch.Tensor) -> t
     return (outputs * probs[:, None]).to(rows.dtype)
 
 
-def run_phases(case: Case, dispatcher: Any, batch: Batch) -> Passes:
+def run_phases(case: Case, dispatcher: Any, batch: Batch, is_training: bool = True) -> Passes:
     """All six phases and, in training, their backward passes."""
     num_tokens = len(batch.tokens)
-    shape = (num_tokens, case.width) if case.flat else (num_tokens, 1, case.width)
+    shape = (num_tokens,) if case.flat else (num_tokens // case.batch, case.batch)
+    shape = (*shape, case.hidden)
 
     def given(rows: torch.Tensor) -> torch.Tensor:
         """[T, W] -> `shape`."""
         if case.strided:
             gaps = torch.full_like(rows, torch.nan)
-            rows = torch.cat([rows, gaps], dim=1)[:, : case.width]
-        return rows if case.flat else rows.unsqueeze(1)
+            rows = torch.cat([rows, gaps], dim=1)[:, : case.hidden]
+        return rows.view(shape)
 
     seen: list[tuple[torch.Tensor, ...]] = []
     gradients: list[torch.Tensor] = []
@@ -235,14 +227,15 @@ def run_phases(case: Case, dispatcher: Any, batch: Batch) -> Passes:
 
     tokens, probs = batch.tokens.clone().requires_grad_(), batch.probs.clone().requires_grad_()
     is_ours = hasattr(dispatcher, "chooser")
-    with torch.set_grad_enabled(case.is_training):
+    with torch.set_grad_enabled(is_training):
         if case.recompute and is_ours:
             is_reentrant = case.recompute == "reentrant"
             output = checkpoint(phases, given(tokens), probs, use_reentrant=is_reentrant)
         else:
             output = phases(given(tokens), probs)
     assert output.shape == shape, f"an output of {tuple(output.shape)} for {shape}"
-    if case.is_training:
+    assert output.requires_grad == is_training
+    if is_training:
         torch.autograd.backward(output, given(batch.gradient))
     number = len(seen) // (2 if case.recompute and is_ours else 1)
     for first, again in zip(seen[:number], seen[number:], strict=False):
@@ -254,8 +247,8 @@ def run_phases(case: Case, dispatcher: Any, batch: Batch) -> Passes:
         rows=rows_seen,
         probs=probs_seen,
         tokens_per_expert=counts_seen,
-        expert_gradient=None if is_in_pipeline or not case.is_training else gradients[0],
-        output=output.detach().reshape(num_tokens, case.width),
+        expert_gradient=None if is_in_pipeline or not is_training else gradients[0],
+        output=output.detach().reshape(num_tokens, case.hidden),
         token_gradient=tokens.grad,
         prob_gradient=probs.grad,
     )
@@ -315,6 +308,7 @@ def check(case: Case) -> list[str]:
     found = []
     for step in range(case.num_steps):
         batch = make_batch(case, step, layer)
+        is_training = case.is_training or step % 2 == 1
         with exchanges.uninitialised_memory_is_nan():
             with contextlib.ExitStack() as stack:
                 if case.fused:
@@ -322,11 +316,15 @@ def check(case: Case) -> list[str]:
                     stack.enter_context(kernels_in_interpreter())
                 if case.is_patched:
                     stack.enter_context(rows_counted_from_the_map())
-                ours = run_phases(case, dispatcher, batch)
+                ours = run_phases(case, dispatcher, batch, is_training)
             with rows_counted_from_the_map():
-                theirs = run_phases(case, stock, batch)
+                theirs = run_phases(case, stock, batch, is_training)
         what = f"rank {dist.get_rank()}, step {step}, chain {dispatcher.choice.chain}"
         rows = CHAINS[dispatcher.choice.chain].rows
+        if case.is_patched and case.chain != "auto" and not case.capacity:
+            # The host has to know how many rows there are before it permutes them.
+            is_early = dispatcher.cuda_sync_point == "before_permutation_1"
+            assert is_early == (rows == "permuted tokens"), dispatcher.cuda_sync_point
         keeps_order = rows == "permuted tokens" and case.etp <= 2
         bounds = {} if keeps_order else bounds_of(case, batch)
         if case.etp == 1:

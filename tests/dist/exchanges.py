@@ -11,22 +11,21 @@ experts, W = length of the lists, N = pairs or expert rows, C = chunks.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 from unittest import mock
 
 import reference
 import torch
 import torch.distributed as dist
 from equal import assert_equal, difference
+from fake_world import bound_exchange
 
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
-from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.core import Layout
 from monta_megatron.exchange import executor
 from monta_megatron.exchange.collectives import PeerGroup, peer_groups
-from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
@@ -250,18 +249,6 @@ class Source:
         """The lists as `dispatch` takes them."""
         return self.expert if self.has_lists else None
 
-    def chunks(self) -> list[Exchange]:
-        """An exchange of each chunk, for experts in the pipeline."""
-        assert isinstance(self.counts, TokenCounts), "rows are permuted tokens"
-        bound, num_blocks = self.exchange.bound_chain, self.counts.tokens.shape[1]
-        return [
-            replace(
-                self.exchange,
-                bound_chain=bound.chain.bind(bound.layout, self.counts.of_blocks(first, end), 1),
-            )
-            for first, end in blocks_of_chunks(num_blocks, bound.num_chunks)
-        ]
-
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [N, H]: Megatron's permute, or the tokens themselves."""
         return tokens[self.token]
@@ -304,14 +291,15 @@ def make_source(
     routing_map, probs = data.routing_maps[rank], data.probs[rank]
     num_tokens, num_experts = routing_map.shape
 
-    num_blocks = case.num_blocks if chain.rows == "tokens" else 1
-    count_messages = CountMessages(chains=(chain,), layout=layout, num_blocks=num_blocks)
-    # What the ranks would exchange.
-    counted = [count_messages.count(routing_map) for routing_map in data.routing_maps]
-    received = torch.stack([messages[rank] for messages, _ in counted])
-    exchanged = count_messages.read(count_messages.join(received, counted[rank][1]).numpy())
-    counts: Any = exchanged.tokens if chain.rows == "tokens" else exchanged.permuted_tokens
-    width = exchanged.max_experts_per_token
+    exchange, counts = bound_exchange(
+        chain,
+        layout,
+        data.routing_maps,
+        case.num_chunks,
+        case.num_blocks,
+        groups=groups,
+        sum_dtype=case.sum_dtype,
+    )
     if chain.rows == "permuted tokens":
         # Megatron's permutation: [E, T] in order.
         expert, token = routing_map.T.nonzero(as_tuple=True)
@@ -319,17 +307,10 @@ def make_source(
     else:
         token = torch.arange(num_tokens)
         descending = torch.arange(num_experts, 0, -1, dtype=torch.int32)
-        scores = (routing_map * descending).topk(width, dim=1).values
+        scores = (routing_map * descending).topk(exchange.max_experts_per_token, dim=1).values
         expert = num_experts - scores
         row_probs = probs.gather(1, expert.clamp(max=num_experts - 1).long()) * (scores > 0)
 
-    exchange = Exchange(
-        bound_chain=chain.bind(layout, counts, case.num_chunks),
-        groups=groups,
-        sum_dtype=case.sum_dtype,
-        monitor=Monitor(),
-        max_experts_per_token=width,
-    )
     return Source(
         exchange=exchange, counts=counts, rank=rank, token=token, expert=expert, probs=row_probs
     )
@@ -357,8 +338,10 @@ class Passes:
     expert_gradient: torch.Tensor
 
 
-def run_passes(case: Case, data: Data) -> Passes:
-    """All four passes of one exchange."""
+def run_passes(
+    case: Case, data: Data, ended: Callable[[str, Monitor], None] = lambda name, monitor: None
+) -> Passes:
+    """All four passes of one exchange; `ended` is called behind each."""
     source = make_source(case, data)
     rank, exchange = source.rank, source.exchange
     num_tokens = data.tokens[rank].shape[0]
@@ -366,14 +349,18 @@ def run_passes(case: Case, data: Data) -> Passes:
     rows = source.rows(data.tokens[rank]).requires_grad_()
     probs = source.probs.clone().requires_grad_()
     expert_rows, expert_probs = dispatch(exchange, rows, probs, source.ids)
+    ended("dispatch", exchange.monitor)
     torch.autograd.backward(
         [expert_rows, expert_probs], [data.expert_rows[rank], data.expert_probs[rank]]
     )
+    ended("dispatch_backward", exchange.monitor)
     assert rows.grad is not None and probs.grad is not None
 
     outputs = data.expert_rows[rank].clone().requires_grad_()
     combined = combine(exchange, outputs)
+    ended("combine", exchange.monitor)
     torch.autograd.backward(combined, source.rows(data.gradients[rank]))
+    ended("combine_backward", exchange.monitor)
     assert outputs.grad is not None
     return Passes(
         expert_rows=expert_rows.detach(),
@@ -478,109 +465,44 @@ def check_deterministic(case: Case) -> None:
         assert_equal(getattr(second, name), value, f"{case}: {name} of a second run")
 
 
-def adjoint_defects(case: Case) -> dict[str, float]:
-    """How far each pair of passes is from being transposed, relative to |A x| |y|; in fp64.
+def errors_of(case: Case, in_device_order: bool = False) -> dict[str, float]:
+    """Squared errors against the fp64 reference, summed over one rank's entries.
 
-    <A x, y> = <x, A' y>, summed over all ranks, for dispatch with its backward, for combine with
-    its backward, and for dispatch (rows alone) with combine.
+    Args:
+        case: the case.
+        in_device_order: whether the programs are those that run on devices.
+
+    Returns:
+        of "one rounding", of one ascending fp32 sum; of "stock", over the ETP ranks, rounded, then
+        over the experts, rounded; of our "combine" and "dispatch backward"; the number of
+        "entries", and of those of ours that have other bits than stock's.
     """
-    exchange_index, rank, whole, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
-    data = make_data(case, exchange_index)
-    source = make_source(case, data)
-    exchange = source.exchange
-    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
-
-    def like(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-
-    x_rows, x_probs = source.rows(data.tokens[rank]).requires_grad_(), source.probs.requires_grad_()
-    y_rows, y_probs = data.expert_rows[rank].clone().requires_grad_(), data.expert_probs[rank]
-    z_rows = like(x_rows)
-    ax_rows, ax_probs = dispatch(exchange, x_rows, x_probs, source.ids)
-    torch.autograd.backward([ax_rows, ax_probs], [y_rows.detach(), y_probs])
-    cy = combine(exchange, y_rows)
-    torch.autograd.backward(cy, z_rows)
-    assert x_rows.grad is not None and x_probs.grad is not None and y_rows.grad is not None
-
-    def inner(*pairs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        total = torch.stack([(a.detach() * b.detach()).sum() for a, b in pairs]).sum()
-        dist.all_reduce(total, group=whole)
-        return total
-
-    def defect(
-        left: list[tuple[torch.Tensor, torch.Tensor]],
-        right: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> float:
-        size = inner(*((a, a) for a, _ in left)) * inner(*((b, b) for _, b in left))
-        return float((inner(*left) - inner(*right)).abs() / size.sqrt().clamp(min=1e-300))
-
-    return {
-        "dispatch and its backward": defect(
-            [(ax_rows, y_rows), (ax_probs, y_probs)],
-            [(x_rows, x_rows.grad), (x_probs, x_probs.grad)],
-        ),
-        "combine and its backward": defect([(cy, z_rows)], [(y_rows, y_rows.grad)]),
-        "dispatch and combine": defect([(ax_rows, y_rows)], [(x_rows, cy)]),
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Errors:
-    """Sums of squared errors against fp64, over one rank's entries.
-
-    Attributes:
-        one_rounding: of one ascending fp32 sum, rounded once.
-        stock: of stock's sum: over the ETP ranks, rounded; then over the experts, rounded.
-        combine, dispatch_backward: ours.
-        equal: whether both of ours have stock's bits.
-        num_entries: how many.
-    """
-
-    one_rounding: float
-    stock: float
-    combine: float
-    dispatch_backward: float
-    equal: bool
-    num_entries: int
-
-
-def errors_of(case: Case) -> Errors:
-    """Our sums, stock's, and one rounding, against the fp64 reference."""
     exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
     data = make_data(case, exchange_index)
-    ours = run_passes(case, data)
+    streams = DeviceOrder if in_device_order else Streams
+    with mock.patch.object(executor, "streams_for", lambda device: streams()):
+        ours = run_passes(case, data)
     exact = reference.combine(data.expert_rows, data.routing_maps, case.ep, case.etp)[rank]
     terms = _terms(case, data, rank)
     num_tokens, _, _, hidden = terms.shape
 
-    once = ascending_sum(terms.reshape(num_tokens, -1, hidden))
     # [T, E, ETP, H] -> [T, E, H]; with one ETP rank nothing is added, and so nothing rounded.
-    by_pair = terms.reshape(-1, case.etp, hidden)
-    stock = ascending_sum(ascending_sum(by_pair).view(num_tokens, -1, hidden))
-
-    def squared(result: torch.Tensor) -> float:
-        return float((result.double() - exact).square().sum())
-
-    return Errors(
-        one_rounding=squared(once),
-        stock=squared(stock),
-        combine=squared(ours.output),
-        dispatch_backward=squared(ours.token_gradient),
-        equal=torch.equal(ours.output, stock) and torch.equal(ours.token_gradient, stock),
-        num_entries=exact.numel(),
-    )
+    by_pair = ascending_sum(terms.reshape(-1, case.etp, hidden)).view(num_tokens, -1, hidden)
+    sums = {
+        "one rounding": ascending_sum(terms.reshape(num_tokens, -1, hidden)),
+        "stock": ascending_sum(by_pair),
+        "combine": ours.output,
+        "dispatch backward": ours.token_gradient,
+    }
+    squares = {name: float((each.double() - exact).square().sum()) for name, each in sums.items()}
+    differ = sum(int((sums[name] != sums["stock"]).sum()) for name in list(sums)[2:])
+    return squares | {"entries": exact.numel(), "differ": differ}
 
 
 class DeviceOrder(Streams):
     """Programs as they are on devices, run by the host, which waits for each collective."""
 
     policy = "streams"
-
-
-def errors_in_device_order(case: Case) -> Errors:
-    """`errors_of` with the programs that run on devices."""
-    with mock.patch.object(executor, "streams_for", lambda device: DeviceOrder()):
-        return errors_of(case)
 
 
 def _terms(case: Case, data: Data, rank: int) -> torch.Tensor:
@@ -602,11 +524,21 @@ def ascending_sum(terms: torch.Tensor) -> torch.Tensor:
     return total.to(terms.dtype)
 
 
-def bytes_of_dispatch(case: Case) -> tuple[dict[tuple[str, str], int], int]:
-    """What dispatch forward sent, by stage and resource; and the most experts of a token."""
-    exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
-    data = make_data(case, exchange_index)
-    source = make_source(case, data)
-    with torch.no_grad():
-        dispatch(source.exchange, source.rows(data.tokens[rank]), source.probs, source.ids)
-    return dict(source.exchange.monitor.bytes_sent), source.exchange.max_experts_per_token
+# By pass, then by stage and resource.
+BytesByPass = dict[str, dict[tuple[str, str], int]]
+
+
+def bytes_of_passes(cases: list[Case]) -> list[BytesByPass]:
+    """What a rank sent in each case."""
+    found: list[BytesByPass] = []
+
+    def ended(pass_name: str, monitor: Monitor) -> None:
+        sent = {key: count for key, count in monitor.bytes_sent.items() if count}
+        found[-1][pass_name] = sent
+        monitor.bytes_sent.clear()
+
+    for case in cases:
+        found.append({})
+        exchange_index, *_ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+        run_passes(case, make_data(case, exchange_index), ended)
+    return found

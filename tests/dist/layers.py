@@ -14,7 +14,6 @@ import signal
 import subprocess
 import threading
 import time
-import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -30,6 +29,7 @@ from equal import assert_equal
 from step_list import StepList
 
 from monta_megatron.common import first_rank
+from monta_megatron.core import Choice
 
 HIDDEN = 16
 DEFAULT_CHAIN = "alltoall_allgather"
@@ -42,8 +42,8 @@ class Case:
     `routing`: "router" lets Megatron's router choose. The others force a choice:
     "uniform" is random; "rank0_empty" gives rank 0 no token; "expert0_empty" spares expert 0;
     "one_expert" sends every token to the last expert (top-1); "few_tokens" has 2 tokens a rank.
-    Not top-k for each token: every third has one expert ("fewer"), none ("none") or all ("more"),
-    by turns of ranks ("mixed"); no token has one, on rank 1 ("rank1_unrouted") or any ("unrouted").
+    Not top-k for each token: every third has one expert ("fewer") or none ("none"); no token has
+    one, on rank 1 ("rank1_unrouted") or any ("unrouted").
     `config` goes to both dispatchers, `options` to ours.
     """
 
@@ -175,6 +175,12 @@ def build_layer(case: Case, dispatcher: str, **options: Any) -> Any:
     return build_moe(spec.submodules.mlp, config)
 
 
+def build_pair(case: Case, num_chunks: int | None) -> tuple[Any, Any]:
+    """Stock's layer, and ours in so many chunks."""
+    stock = build_layer(case, "alltoall")
+    return stock, build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
+
+
 def build_moe(mlp: Any, config: Any) -> Any:
     """An MoE layer from the `mlp` of a layer spec: a ModuleSpec or a partial, by release."""
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -213,12 +219,10 @@ def forced_routing(case: Case, num_tokens: int, generator: torch.Generator) -> t
     chosen = scores.topk(case.topk, dim=1).indices
     routing_map = torch.zeros(num_tokens, case.num_experts, dtype=torch.bool)
     routing_map.scatter_(1, chosen, True)
-    kinds = ("fewer", "more", "none") if case.routing == "mixed" else (case.routing,)
-    kind = kinds[dist.get_rank() % len(kinds)]
-    if kind in ("fewer", "none", "more"):
-        routing_map[::3] = kind == "more"
-        routing_map[::3, 1] |= kind == "fewer"
-    if kind == "unrouted" or (kind == "rank1_unrouted" and dist.get_rank() == 1):
+    if case.routing in ("fewer", "none"):
+        routing_map[::3] = False
+        routing_map[::3, 1] = case.routing == "fewer"
+    if case.routing == "unrouted" or (case.routing == "rank1_unrouted" and dist.get_rank() == 1):
         routing_map[:] = False
     return routing_map.to("cuda")
 
@@ -315,15 +319,17 @@ def compare(case: Case, chunks: list[int]) -> dict[str, Any]:
         what moved: the dispatcher's class and the bytes by resource of the last chunk count.
     """
     stock = forward_backward(case, build_layer(case, "alltoall"))
+    overlaps = bool(case.options.get("moe_monta_overlap_experts"))
     report: dict[str, Any] = {}
     for num_chunks in chunks:
         layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
         ours = forward_backward(case, layer)
+        # No rows of whole batches come to experts in the pipeline.
+        assert (ours.tokens_per_expert.numel() == 0) == (overlaps and num_chunks > 1)
         assert_same_results(ours, stock, case.exact_sums, f"{case}, {num_chunks} chunks")
         report = {
             "dispatcher": type(layer.token_dispatcher).__name__,
             "bytes": layer.token_dispatcher.monitor.bytes_by_resource(),
-            "tokens": int(ours.tokens_per_expert.sum()),
         }
     return report
 
@@ -351,31 +357,24 @@ def compare_padded_for_quantization(case: Case, num_chunks: int, align_to: int) 
     """Router padding to a multiple of rows: Megatron ties it to fp8, the dispatcher does not."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    align_size = token_dispatcher.get_align_size_for_quantization
-    token_dispatcher.get_align_size_for_quantization = lambda config: align_to
-    try:
+    align = "get_align_size_for_quantization"
+    with mock.patch.object(token_dispatcher, align, lambda config: align_to):
         results = []
-        for dispatcher in ("alltoall", "monta"):
-            options = {"moe_monta_num_chunks": num_chunks} if dispatcher == "monta" else {}
-            layer = build_layer(case, dispatcher, **options)
+        for layer in build_pair(case, num_chunks):
             layer.config.moe_router_padding_for_quantization = True
             results.append(forward_backward(case, layer))
-    finally:
-        token_dispatcher.get_align_size_for_quantization = align_size
     stock, ours = results
     assert (stock.tokens_per_expert % align_to == 0).all()
     assert_same_results(ours, stock, case.exact_sums, f"{case}, router padding")
 
 
-def compare_steps(
-    case: Case, num_chunks: int | None, tokens: list[list[int]]
-) -> list[tuple[str, int]]:
+def compare_steps(case: Case, num_chunks: int | None, tokens: list[list[int]]) -> list[Choice]:
     """One layer over several steps; step i has tokens[i][rank] tokens on each rank.
 
     Returns:
-        chain and number of chunks of every step.
+        what ran in every step.
     """
-    decisions = []
+    choices = []
     stock = build_layer(case, "alltoall")
     ours = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
@@ -383,33 +382,14 @@ def compare_steps(
         step = dataclasses.replace(case, num_tokens=by_rank[dist.get_rank()], seed=seed)
         expected = forward_backward(step, stock)
         assert_same_results(forward_backward(step, ours), expected, case.exact_sums, f"step {seed}")
-        choice = ours.token_dispatcher.choice
-        decisions.append((choice.chain, choice.num_chunks))
+        choices.append(ours.token_dispatcher.choice)
         optimizer.step()
-    return decisions
+    return choices
 
 
-def compare_without_gradient(case: Case, num_chunks: int) -> None:
-    """Evaluation: no graph, the same output, and no state left that a later step trips over."""
-    hidden = torch.randn(case.num_tokens, 1, HIDDEN, generator=seeded_by_rank()).to("cuda")
-    outputs = []
-    for dispatcher in ("alltoall", "monta"):
-        options = {"moe_monta_num_chunks": num_chunks} if dispatcher == "monta" else {}
-        layer = build_layer(case, dispatcher, **options)
-        layer.eval()
-        with torch.no_grad():
-            outputs.append(layer(hidden)[0])
-        layer.train()
-        forward_backward(case, layer)
-    assert_close(outputs[1], outputs[0], case.exact_sums, "evaluation")
-    assert not outputs[1].requires_grad
-
-
-def make_batch(
-    case: Case, generator: torch.Generator, width: int = HIDDEN
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states of this rank, [T, 1, width], and a routing map that is forced."""
-    hidden = torch.randn(case.num_tokens, 1, width, generator=generator).to("cuda")
+def make_batch(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states of this rank, [T, 1, H], and a routing map that is forced."""
+    hidden = torch.randn(case.num_tokens, 1, HIDDEN, generator=generator).to("cuda")
     routing_map = forced_routing(case, case.num_tokens, generator)
     assert routing_map is not None
     return hidden, routing_map
@@ -455,39 +435,6 @@ def after_preprocess(
     return rows, dispatcher.combine_postprocess(dispatcher.token_combine(output))
 
 
-def compare_width(case: Case, num_chunks: int, width: int) -> None:
-    """Rows of another width than the model's hidden size, as latent projections make them."""
-    batch = make_batch(case, seeded_by_rank(), width)
-    stock = build_layer(case, "alltoall").token_dispatcher
-    ours = build_layer(case, "monta", moe_monta_num_chunks=num_chunks).token_dispatcher
-    for mine, theirs in zip(phases(ours, *batch), phases(stock, *batch), strict=True):
-        assert_close(mine, theirs[: len(mine)], case.exact_sums, "width")
-
-
-@contextlib.contextmanager
-def batch_invariant_mode() -> Iterator[None]:
-    """Megatron's batch-invariant mode without the kernels that it puts in place of torch's."""
-    from megatron.core.transformer.custom_layers import batch_invariant_kernels
-
-    with mock.patch.object(batch_invariant_kernels, "_batch_invariant_MODE", True):
-        yield
-
-
-def in_batch_invariant_mode(case: Case) -> Case:
-    """A case with the settings that the mode demands."""
-    from megatron.core.transformer.enums import AttnBackend
-
-    config = {
-        **case.config,
-        "batch_invariant_mode": True,
-        "batch_invariant_backend": "te_native",
-        "attention_backend": AttnBackend.flash,
-        "flash_attention_version": 3,
-        "attention_dropout": 0.0,
-    }
-    return dataclasses.replace(case, dtype="bfloat16", config=config)
-
-
 def knows_batch_invariant_sums() -> bool:
     """Whether Megatron has an order for a token's sum in batch-invariant mode (since 0.20)."""
     from megatron.core.transformer.moe import moe_utils
@@ -496,13 +443,25 @@ def knows_batch_invariant_sums() -> bool:
 
 
 def compare_batch_invariant(case: Case, num_chunks: int) -> None:
-    """Sums by EP rank, then by expert: stock's bits, which are not those of its usual sums."""
+    """Sums by EP rank, then by expert: stock's bits, which are not those of its usual sums.
+
+    Without the kernels that Megatron's mode puts in place of torch's.
+    """
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+    from megatron.core.transformer.enums import AttnBackend
+
     hidden, routing_map = make_batch(case, seeded_by_rank())
     usual = phases(build_layer(case, "alltoall").token_dispatcher, hidden, routing_map)
-    case = in_batch_invariant_mode(case)
-    with batch_invariant_mode():
-        stock = build_layer(case, "alltoall").token_dispatcher
-        ours = build_layer(case, "monta", moe_monta_num_chunks=num_chunks).token_dispatcher
+    demanded = {
+        "batch_invariant_mode": True,
+        "batch_invariant_backend": "te_native",
+        "attention_backend": AttnBackend.flash,
+        "flash_attention_version": 3,
+        "attention_dropout": 0.0,
+    }
+    case = dataclasses.replace(case, dtype="bfloat16", config=case.config | demanded)
+    with mock.patch.object(batch_invariant_kernels, "_batch_invariant_MODE", True):
+        stock, ours = (layer.token_dispatcher for layer in build_pair(case, num_chunks))
         # In fp32 the order shows in the last bits, in bf16 every rounding does.
         for dtype in (torch.float32, torch.bfloat16):
             batch = hidden.to(dtype), routing_map
@@ -755,26 +714,16 @@ def nodes_found(node_of_rank: list[str], variable: str, options: dict[str, Any])
     return layer.token_dispatcher.setup.layout.nodes
 
 
-def reported(case: Case) -> list[str]:
-    """What a rank prints as it builds two layers."""
-
-    initialize(case)
-    first_rank._printed.clear()
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        build_layer(case, "monta")
-        build_layer(case, "monta")
-    return said.getvalue().splitlines()
-
-
-def reported_in_steps(case: Case) -> list[str]:
-    """What a rank prints in passes of two layers."""
+def reported(case: Case, runs: bool = False) -> list[str]:
+    """What a rank prints as it builds two layers, and perhaps runs each twice."""
     from monta_megatron.integration import auto
 
+    initialize(case)
     auto._shared.clear()
     first_rank._printed.clear()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         layers = [build_layer(case, "monta") for _ in range(2)]
-        for layer in [*layers, *layers]:
+        for layer in [*layers, *layers] if runs else []:
             forward_backward(case, layer)
     return said.getvalue().splitlines()
 
@@ -884,12 +833,6 @@ def second_derivative(case: Case, num_chunks: int) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def lookup_us(case: Case) -> float:
-    """The least time of a choice that was made before."""
-    planner = build_layer(case, "monta").token_dispatcher.setup.planner
-    return 1e6 * min(timeit.repeat(lambda: planner.pick(4096), number=100, repeat=20)) / 100
 
 
 def sums_around_a_local_group() -> tuple[int, int]:

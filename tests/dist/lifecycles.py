@@ -29,16 +29,8 @@ from layers import (
 from reloadable import reloadable_groups
 
 import monta_megatron
+from monta_megatron.chains import CHAINS
 from monta_megatron.core import Choice
-
-CHAINS = (
-    "alltoall",
-    "allgather",
-    "alltoall_allgather",
-    "alltoall_dedup",
-    "hierarchical_allgather",
-    "hierarchical_alltoall",
-)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from layers import (
     Case,
     assert_same_results,
     build_layer,
-    compare,
+    build_pair,
     error_of,
     force,
     forced_routing,
@@ -27,32 +27,10 @@ from layers import (
 )
 
 
-def compare_split(case: Case, chunks: list[int]) -> None:
-    """As `compare`, but no rows of whole batches may come to the experts."""
-    for num_chunks in chunks:
-        report = compare(case, [num_chunks])
-        assert (report["tokens"] == 0) == (num_chunks > 1), "they did not run in the pipeline"
-
-
-def compare_chosen(case: Case, tokens: list[list[int]]) -> list[int]:
-    """Steps of a layer whose planner chooses, against stock: into how many chunks it is split."""
-    layer, stock = build_layer(case, "monta"), build_layer(case, "alltoall")
-    split = []
-    for step, of_ranks in enumerate(tokens):
-        case = dataclasses.replace(case, num_tokens=of_ranks[dist.get_rank()], seed=step)
-        results = [forward_backward(case, each) for each in (layer, stock)]
-        assert_same_results(*results, False, f"step {step}")
-        dispatcher = layer.token_dispatcher
-        split.append(dispatcher.choice.num_chunks if dispatcher.choice.splits_experts else 1)
-    return split
-
-
 def compare_frozen(case: Case, num_chunks: int, frozen: list[str]) -> None:
     """Parts of a layer, or what it is given, without gradients: the others' are stock's."""
     results = []
-    for dispatcher in ("alltoall", "monta"):
-        options = {"moe_monta_num_chunks": num_chunks} if dispatcher == "monta" else {}
-        layer = build_layer(case, dispatcher, **options)
+    for layer in build_pair(case, num_chunks):
         for name in set(frozen) - {"input"}:
             getattr(layer, name).requires_grad_(False)
         results.append(forward_backward(case, layer, "input" not in frozen))
@@ -105,9 +83,7 @@ def with_grouped_experts(layer: Any, recomputes_activation: bool) -> list[torch.
 def compare_grouped(case: Case, num_chunks: int, recomputes_activation: bool = False) -> None:
     """Megatron's grouped experts, which get rows per expert as stock gives them."""
     results, counts = [], []
-    for dispatcher in ("alltoall", "monta"):
-        options = {"moe_monta_num_chunks": num_chunks} if dispatcher == "monta" else {}
-        layer = build_layer(case, dispatcher, **options)
+    for layer in build_pair(case, num_chunks):
         counts.append(with_grouped_experts(layer, recomputes_activation))
         with recomputation_on_a_host():
             results.append(forward_backward(case, layer))
@@ -138,25 +114,6 @@ def recomputation_on_a_host() -> Iterator[None]:
         _get_share_storage=lambda: share_storage,
     ):
         yield
-
-
-def compare_recomputed(case: Case, num_chunks: int) -> None:
-    """A layer inside Megatron's checkpoint, as full recomputation has it."""
-    from megatron.core.tensor_parallel import checkpoint
-
-    results = []
-    for is_recomputed in (False, True):
-        layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
-        if is_recomputed:
-            whole = layer.forward
-            layer.forward = lambda hidden, whole=whole: (
-                checkpoint(lambda hidden: whole(hidden)[0], False, hidden),
-                None,
-            )
-        results.append(forward_backward(case, layer))
-    for name in ("output", "input_gradient"):
-        # The same calls in the same order: equal to the bit.
-        assert torch.equal(*(getattr(result, name) for result in results)), name
 
 
 def compare_recomputed_input(case: Case, num_chunks: int) -> None:

@@ -66,16 +66,9 @@ def arrivals(routing_maps: Sequence[torch.Tensor], ep: int, etp: int) -> list[Ar
         routing_maps: per rank [T_r, E] bool.
         ep: expert parallel size.
         etp: expert tensor parallel size.
-
-    Raises:
-        ValueError: the maps are not one per rank, or the experts do not divide among the ranks.
     """
-    if len(routing_maps) != ep * etp:
-        raise ValueError(f"routing_maps: got {len(routing_maps)}, must be ep * etp = {ep * etp}")
-    num_experts = routing_maps[0].shape[1]
-    if num_experts % ep != 0:
-        raise ValueError(f"routing_maps: {num_experts} experts do not divide among ep = {ep}")
-    num_local_experts = num_experts // ep
+    assert len(routing_maps) == ep * etp, "not one map per rank"
+    num_local_experts = routing_maps[0].shape[1] // ep
     # All tokens, by ETP rank, EP rank, token.
     order = [ep_rank * etp + etp_rank for etp_rank in range(etp) for ep_rank in range(ep)]
     counts = torch.tensor([len(routing_maps[source]) for source in order])

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from dispatchers import kernels_in_interpreter
 from exchanges import Case, find_groups, uninitialised_memory_is_nan
 
 from monta_megatron.chains import CHAINS
@@ -90,13 +91,6 @@ def num_passes(cases: list[Case]) -> int:
     return counted.call_count
 
 
-@contextmanager
-def kernels_in_interpreter() -> Iterator[None]:
-    """Run Triton's kernels on the host, see `Pool`."""
-    with mock.patch.object(count_messages, "is_fused", lambda *_: True):
-        yield
-
-
 def after(
     kind: Kind,
     change: Callable[[Buffers, Operation], None],
@@ -150,6 +144,13 @@ def forget_chunk(buffers: Buffers, operation: Operation) -> None:
     into, index = buffers.target(operation), buffers.row_indices(operation)
     if operation.chunk == 1:
         into.rows[slice(None) if index is None else index] = 0
+
+
+def forget_probabilities(buffers: Buffers, operation: Operation) -> None:
+    """A chunk's probabilities stay 0."""
+    into, index = buffers.target(operation)
+    assert into.probs is not None
+    into.probs[slice(None) if index is None else index] = 0
 
 
 def add_one(buffers: Buffers, operation: Operation) -> None:
@@ -225,5 +226,9 @@ FAULTS: dict[str, Fault] = {
     "sum backwards": sum_backwards,
     "chunk of combine backward missing": after("put", forget_chunk, "combine_backward"),
     "chunk of dispatch backward missing": after("put", forget_chunk, "dispatch_backward"),
+    "chunk of dispatch missing": after("put", forget_chunk, "dispatch"),
+    "probabilities of dispatch backward missing": after(
+        "put", forget_probabilities, "dispatch_backward"
+    ),
     "wrong kernel": after("reduce", add_one, fused=True),
 }

@@ -4,104 +4,96 @@ Shapes, dtypes and settings are those of its test_a2a_token_dispatcher.py, on 4 
 that can run on a layout is called, with the check at first use on.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import exchanges
 import pytest
 import torch
-from conventions import Call, follows_the_map, pads_for_quantization, pads_to_capacity, restores
-from layers import Case, replay_cuda_graph_attributes
+from dispatchers import Case, check_many
 from pool import Pools
+from test_exchange_properties import failures_of
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.integration.dispatcher import MicroBatch, MontaTokenDispatcher
 
-# (tp, ep, etp) and how many dispatchers run there: stock's, and a chain each.
+# (tp, ep, etp) -> chains that run there.
 LAYOUTS = {
-    (1, 4, 1): 7,
-    (4, 1, 4): 4,
-    (2, 2, 2): 5,
-    (2, 4, 1): 7,
+    (1, 4, 1): 6,
+    (4, 1, 4): 3,
+    (2, 2, 2): 4,
+    (2, 4, 1): 6,
     # Never tested by stock: expert tensor parallelism of its own.
-    (1, 1, 4): 4,
-    (1, 2, 2): 5,
+    (1, 1, 4): 3,
+    (1, 2, 2): 4,
 }
-IN_TWO = Call(shape=(16,))
-IN_THREE = Call(shape=(32, 8))
+IN_TWO = {"flat": True, "tokens": (16,)}
+IN_THREE = {"batch": 4, "tokens": (16,)}
+FP64_ROWS = {"dtype": "float64", "params_dtype": "float32"}
+CALLS: dict[str, dict[str, Any]] = {
+    "flat": IN_TWO,
+    "sequences side by side": {"batch": 8, "tokens": (256,)},
+    "bf16": {**IN_TWO, "dtype": "bfloat16"},
+    "fp16 rows of an fp32 layer": {**IN_THREE, "dtype": "float16", "params_dtype": "float32"},
+    # Stock reduces over ETP in the dtype of the probabilities.
+    "fp64 rows, fp32 probabilities": {**IN_TWO, **FP64_ROWS},
+    "fp64 rows and probabilities": {**IN_TWO, **FP64_ROWS, "probs_dtype": "float64"},
+    "strided": {**IN_THREE, "strided": True},
+    "evaluation, then training": {**IN_THREE, "is_training": False, "num_steps": 2},
+    "no tokens": {**IN_TWO, "tokens": (0,)},
+    "no sequences": {**IN_THREE, "tokens": (0,)},
+    "a latent width": {"hidden": 12},
+    "other tokens in every step": {"tokens": (24, 3, 0, 7, 0, 0, 0, 0, 100), "num_steps": 6},
+    "what a router has dropped": {**IN_TWO, "routing": "capacity", "capacity": "drop"},
+    "padded to capacity": {**IN_TWO, "capacity": "pad"},
+    # Each as it is, where no token has more than top-k, and where a framework has patched stock.
+    **{
+        f"{routing}, seed {seed}": {"routing": routing, "seed": seed}
+        for routing in ("capacity", "no_expert", "any_number", "every_expert", "mixed")
+        for seed in (0, 1)
+    },
+    # Dropped in its first micro-batch.
+    "one rank has no routed token": {"routing": "empty_rank", "capacity": "drop", "seed": 2},
+}
+ON_LAYOUTS: dict[str, Iterable[tuple[int, int, int]]] = {
+    **dict.fromkeys(
+        ("sequences side by side", "what a router has dropped", "padded to capacity"), LAYOUTS
+    ),
+    "fp64 rows, fp32 probabilities": [(1, 4, 1), (2, 4, 1)],
+}
 
 
-def case_on(layout: tuple[int, int, int], **more: Any) -> Case:
-    """8 experts, top-2; the router decides."""
+def cases_on(layout: tuple[int, int, int], **call: Any) -> list[Case]:
+    """A dispatcher of every chain that can run there, and one with its experts in the pipeline."""
     tp, ep, etp = layout
-    return Case(tp=tp, ep=ep, etp=etp, num_local_experts=8 // ep, topk=2, routing="router", **more)
+    call = {"num_local_experts": 8 // ep, "num_chunks": 2, "checked": True, **call}
+    cases = []
+    for name, chain in CHAINS.items():
+        place = exchanges.Case(chain=name, ep=ep, etp=etp).layout(0)
+        is_padded = call.get("capacity") == "pad" and chain.rows == "tokens"
+        if chain.incompatibility(place) is None and not is_padded:
+            case = Case(chain=name, tp=tp, ep=ep, etp=etp, **call)
+            cases.append(replace(case, num_chunks=1) if chain.serial else case)
+            if chain.rows == "tokens":
+                cases.append(replace(case, pipelined=True))
+    return cases
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_dispatch_and_combine_restore(pools: Pools, layout: tuple[int, int, int]) -> None:
-    for call in (IN_TWO, IN_THREE):
-        for called in pools[4].run(restores, case_on(layout), call):
-            assert len(called) == LAYOUTS[layout], called
+def test_every_chain_is_called(layout: tuple[int, int, int]) -> None:
+    assert len({case.chain for case in cases_on(layout)}) == LAYOUTS[layout]
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        Call(shape=(16,), dtype="bfloat16"),
-        Call(shape=(4, 4), dtype="float16"),
-        # Not the dtype of the parameters.
-        Call(shape=(16,), dtype="float64"),
-        Call(shape=(16,), contiguous=False),
-        Call(shape=(8, 2), with_gradient=False),
-        Call(shape=(16,), with_gradient=False),
-        Call(shape=(0,)),
-        Call(shape=(0, 4)),
-    ],
+    ("layout", "call"),
+    [(layout, call) for call in CALLS for layout in ON_LAYOUTS.get(call, [(1, 4, 1), (2, 2, 2)])],
     ids=str,
 )
-def test_other_tensors(pools: Pools, call: Call) -> None:
-    dtype = call.dtype if call.dtype == "bfloat16" else "float32"
-    for layout in ((1, 4, 1), (2, 2, 2)):
-        pools[4].run(restores, case_on(layout, dtype=dtype), call)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_capacity(pools: Pools, layout: tuple[int, int, int]) -> None:
-    config = {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "probs"}
-    pools[4].run(restores, case_on(layout, config=config), IN_TWO)
-    config |= {"moe_expert_capacity_factor": 0.6}
-    for called in pools[4].run(pads_to_capacity, case_on(layout, config=config), IN_TWO):
-        # Stock's, and the chains of permuted tokens.
-        assert len(called) == 3, called
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_router_padding(pools: Pools, layout: tuple[int, int, int]) -> None:
-    pools[4].run(pads_for_quantization, case_on(layout), Call(shape=(32,)))
-
-
-@pytest.mark.parametrize("routing", ["fewer", "none", "more", "mixed", "unrouted"])
-def test_maps_without_topk_experts(pools: Pools, routing: str) -> None:
-    """As it is, where no token has more; and where a framework has patched stock for such maps."""
-    holds_more = routing in ("more", "mixed")
-    for tp, ep, etp in ((1, 4, 1), (2, 2, 2)):
-        case = Case(tp=tp, ep=ep, etp=etp, topk=2, routing=routing)
-        pools[4].run(follows_the_map, case, 2, holds_more)
-    if routing == "unrouted":
-        pools[4].run(follows_the_map, case, 2, True)
-
-
-def test_one_rank_has_no_routed_token(pools: Pools) -> None:
-    """Its capacity has dropped all of them, in its first micro-batch."""
-    config = {"moe_expert_capacity_factor": 1.0}
-    case = Case(ep=2, num_local_experts=1, topk=1, routing="rank1_unrouted", config=config)
-    for called in pools[2].run(follows_the_map, case, 2, False):
-        assert "alltoall_dedup" in called
-
-
-@pytest.mark.parametrize("chain", ["alltoall", "alltoall_allgather", "hierarchical_alltoall"])
-def test_a_captured_permutation_has_fewer(pools: Pools, chain: str) -> None:
-    options = {"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2}
-    for routing in ("fewer", "uniform"):
-        pools[4].run(replay_cuda_graph_attributes, Case(routing=routing, options=options), 1)
+def test_a_call(pools: Pools, layout: tuple[int, int, int], call: str) -> None:
+    failures = failures_of(pools[4], check_many, cases_on(layout, **CALLS[call]))
+    assert not failures, "\n".join(failures)
 
 
 def permuted(fused: bool, num_source_rows: int) -> SimpleNamespace:

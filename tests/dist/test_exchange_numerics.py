@@ -1,5 +1,7 @@
-"""The exchange alone, every chain: equal to the reference, transposed, rounded as seldom as said,
-sending the bytes that were said, with the same bits on every run.
+"""The exchange alone, every chain: equal to the reference, rounded as seldom as said, sending the
+bytes that were said, with the same bits on every run.
+
+The backward passes are the transposes of the forward ones because those of the reference are.
 """
 
 import dataclasses
@@ -13,12 +15,9 @@ from equal import assert_equal
 from exchanges import (
     ROUTINGS,
     Case,
-    Errors,
-    adjoint_defects,
-    bytes_of_dispatch,
+    bytes_of_passes,
     check_deterministic,
     check_many,
-    errors_in_device_order,
     errors_of,
     make_data,
 )
@@ -92,19 +91,6 @@ def test_equals_the_reference(pools: Pools, chain: str, shape: tuple[int, int, i
 
 
 @pytest.mark.parametrize(("chain", "shape"), CHAIN_AND_SHAPE, ids=name_of)
-def test_transposes(pools: Pools, chain: str, shape: tuple[int, int, int]) -> None:
-    case = case_of(
-        chain, shape, dtype="float64", probs_dtype="float64", topk=3, tokens=(9, 0, 12, 7)
-    )
-    for num_chunks in (1,) if CHAINS[chain].serial else (1, 3, 5):
-        each = in_chunks(case, num_chunks)
-        for defects in pools[4].run(adjoint_defects, each):
-            for what, defect in defects.items():
-                # Sums of some 1,000 products in fp64 (eps 2.2e-16).
-                assert defect < 1e-13, f"{each}: {what}: {defect:.3g}"
-
-
-@pytest.mark.parametrize(("chain", "shape"), CHAIN_AND_SHAPE, ids=name_of)
 def test_same_bits_on_every_run(pools: Pools, chain: str, shape: tuple[int, int, int]) -> None:
     case = case_of(
         chain, shape, dtype="bfloat16", topk=3, num_local_experts=4, tokens=(40, 64, 0, 17)
@@ -128,30 +114,10 @@ NUMERICS_SHAPES = [(4, 1, 2), (2, 2, 2)]
 MARGIN = 1.05
 
 
-@dataclasses.dataclass(frozen=True)
-class Rms:
+def rms_of(by_rank: list[dict[str, float]]) -> dict[str, float]:
     """Root mean square errors against fp64, over all ranks."""
-
-    one_rounding: float
-    stock: float
-    combine: float
-    dispatch_backward: float
-    equal: bool
-
-    @classmethod
-    def of(cls, by_rank: list[Errors]) -> "Rms":
-        num_entries = sum(errors.num_entries for errors in by_rank)
-
-        def rms(name: str) -> float:
-            return math.sqrt(sum(getattr(errors, name) for errors in by_rank) / num_entries)
-
-        return cls(
-            one_rounding=rms("one_rounding"),
-            stock=rms("stock"),
-            combine=rms("combine"),
-            dispatch_backward=rms("dispatch_backward"),
-            equal=all(errors.equal for errors in by_rank),
-        )
+    total = {name: sum(errors[name] for errors in by_rank) for name in by_rank[0]}
+    return {name: math.sqrt(value / total["entries"]) for name, value in total.items()}
 
 
 def numerics_case(
@@ -199,21 +165,18 @@ def test_rounding(
 ) -> None:
     for num_chunks in (1,) if CHAINS[chain].serial else (1, 4):
         case = numerics_case(chain, shape, dtype, num_chunks, probs_dtype)
-        rms = Rms.of(pools[4].run(errors_of, case))
+        rms = rms_of(pools[4].run(errors_of, case))
         # Sums have the same terms in the same order, however their program is executed.
-        assert rms == Rms.of(pools[4].run(errors_in_device_order, case))
-        if dtype == "bfloat16":
-            bound = MARGIN * math.sqrt(1 + HOPS[chain]) * rms.one_rounding
-        else:
-            bound = 1.5 * rms.stock
+        assert rms == rms_of(pools[4].run(errors_of, case, True))
         if HOPS[chain] == 0:
             # Stock's own sum, pair by pair.
-            assert rms.equal, f"{case}: not stock's bits"
-        else:
-            assert rms.combine <= bound, f"{case}: combine {rms.combine:.3e} > {bound:.3e}"
-            assert rms.dispatch_backward <= bound, (
-                f"{case}: dispatch backward {rms.dispatch_backward:.3e} > {bound:.3e}"
-            )
+            assert rms["differ"] == 0, f"{case}: not stock's bits"
+            continue
+        bound = 1.5 * rms["stock"]
+        if dtype == "bfloat16":
+            bound = MARGIN * math.sqrt(1 + HOPS[chain]) * rms["one rounding"]
+        for name in ("combine", "dispatch backward"):
+            assert rms[name] <= bound, f"{case}: {name} {rms[name]:.3e} > {bound:.3e}"
 
 
 def align(num_bytes: int) -> int:
@@ -285,39 +248,8 @@ def test_bytes(pools: Pools, chain: str, shape: tuple[int, int, int]) -> None:
         for dtype, routing in (("bfloat16", "uniform"), ("float32", "any_number")):
             case = dataclasses.replace(each, dtype=dtype, routing=routing, tokens=(12, 0, 5, 30))
             expected = expected_bytes(case)
-            for rank, (sent, _) in enumerate(pools[4].run(bytes_of_dispatch, case)):
-                assert {key: value for key, value in sent.items() if value} == expected[rank], (
-                    f"{case}, rank {rank}"
-                )
-
-
-@pytest.mark.parametrize("chain", ["hierarchical_allgather", "hierarchical_alltoall"])
-def test_one_copy_per_node_between_nodes(pools: Pools, chain: str) -> None:
-    """Nothing else crosses, whatever the top-k, and a list costs under 3% of a row."""
-    case = case_of(
-        chain,
-        (4, 1, 2),
-        dtype="bfloat16",
-        hidden=4096,
-        topk=8,
-        num_local_experts=8,
-        num_chunks=2,
-        num_blocks=2,
-    )
-    maps = make_data(case).routing_maps
-    copies = sum(
-        int(each.unflatten(1, (2, -1)).any(dim=2)[:, 1 - rank // 2].sum())
-        for rank, each in enumerate(maps)
-    )
-    crossed = sum(
-        num_bytes
-        for sent, _ in pools[4].run(bytes_of_dispatch, case)
-        for (_, resource), num_bytes in sent.items()
-        if resource == "inter"
-    )
-    # 8 * (4 + 4) bytes of list behind 4096 * 2 bytes of row.
-    assert crossed == copies * (8192 + 64)
-    assert crossed / (copies * 8192) < 1.03
+            for rank, (by_pass,) in enumerate(pools[4].run(bytes_of_passes, [case])):
+                assert by_pass["dispatch"] == expected[rank], f"{case}, rank {rank}"
 
 
 def test_reference_by_hand() -> None:
@@ -348,10 +280,3 @@ def test_reference_by_hand() -> None:
     gradients = reference.combine_probs([half.flatten() for half in halves], maps, ep=1, etp=2)
     assert gradients[0].tolist() == [[2.0, 6.0], [0.0, 8.0]]
     assert gradients[1].tolist() == [[4.0, 0.0]]
-
-
-@pytest.mark.parametrize(("num_maps", "num_experts"), [(3, 4), (2, 3)])
-def test_reference_names_what_is_wrong(num_maps: int, num_experts: int) -> None:
-    maps = [torch.ones(1, num_experts, dtype=torch.bool)] * num_maps
-    with pytest.raises(ValueError, match="routing_maps: "):
-        reference.arrivals(maps, ep=2, etp=1)

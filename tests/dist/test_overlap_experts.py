@@ -9,27 +9,24 @@ import torch
 from layers import (
     Case,
     case_of_chain,
+    compare,
     compare_batch_invariant,
     compare_steps,
-    compare_width,
-    compare_without_gradient,
     knows_batch_invariant_sums,
     replay_cuda_graph_attributes,
 )
 from overlap import (
     compare_bits,
-    compare_chosen,
     compare_frozen,
     compare_grouped,
     compare_main_gradients,
-    compare_recomputed,
     compare_recomputed_input,
-    compare_split,
     compare_trainings,
     refusal_of_sharded_weights,
     state_dict_keys,
 )
 from pool import Pools
+from test_supported_settings import SETTINGS
 
 from monta_megatron.integration.experts import check_experts
 from monta_megatron.integration.options import Options
@@ -64,10 +61,6 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-def check(pools: Pools, case: Case, **config: Any) -> None:
-    pools[4].run(compare_split, replace(case, config=config), CHUNKS)
-
-
 @pytest.mark.old_end
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -77,7 +70,7 @@ def check(pools: Pools, case: Case, **config: Any) -> None:
 def test_a_layer(pools: Pools, case: Case, routing: str, dtype: str) -> None:
     topk = 1 if routing == "one_expert" else 2
     case = replace(case, routing=routing, topk=topk, dtype=dtype)
-    pools[4].run(compare_split, case, [2, 5])
+    pools[4].run(compare, case, [2, 5])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -87,47 +80,17 @@ def test_all_but_matrix_products_is_the_same_to_the_bit(
     pools[4].run(compare_bits, replace(case, dtype=dtype), 3)
 
 
-def test_shared_experts(pools: Pools, case: Case) -> None:
-    check(pools, case, moe_shared_expert_intermediate_size=16)
-
-
-@pytest.mark.old_end
-def test_shared_experts_overlap(pools: Pools, case: Case) -> None:
-    check(pools, case, moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True)
-
-
-def test_capacity_factor(pools: Pools, case: Case) -> None:
-    check(pools, replace(case, routing="router"), moe_expert_capacity_factor=0.75)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings(pools: Pools, case: Case, setting: str) -> None:
+    pools[4].run(compare, replace(case, **SETTINGS[setting]), CHUNKS)
 
 
 def test_pad_to_capacity(pools: Pools) -> None:
     """Auto takes a chain of permuted tokens, and splits nothing."""
     config = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
     auto = replace(AUTO, routing="router", config=config)
-    assert pools[4].run(compare_chosen, auto, [[24] * 4]) == [[1]] * 4
-
-
-def test_probabilities_on_the_input(pools: Pools, case: Case) -> None:
-    check(pools, replace(case, topk=1), moe_apply_probs_on_input=True)
-
-
-def test_latent_size(pools: Pools, case: Case) -> None:
-    pools[4].run(compare_width, case, 3, 12)
-
-
-@pytest.mark.old_end
-def test_selective_recompute(pools: Pools, case: Case) -> None:
-    check(pools, case, recompute_granularity="selective", recompute_modules=["moe"])
-
-
-@pytest.mark.old_end
-def test_full_recompute(pools: Pools, case: Case) -> None:
-    pools[4].run(compare_recomputed, case, 3)
-
-
-def test_token_count_changes_every_step(pools: Pools, case: Case) -> None:
-    tokens = [[24, 3, 0, 7], [1, 0, 0, 0], [0, 0, 0, 0], [100, 100, 100, 100], [2, 50, 1, 9]]
-    pools[4].run(compare_steps, case, 4, tokens)
+    for choices in pools[4].run(compare_steps, auto, None, [[24] * 4]):
+        assert not any(choice.splits_experts for choice in choices)
 
 
 def test_cuda_graph_attributes_replay(pools: Pools, case: Case) -> None:
@@ -139,11 +102,6 @@ def test_batch_invariant_sums(pools: Pools) -> None:
     if not all(pools[4].run(knows_batch_invariant_sums)):
         pytest.skip("needs Megatron-Core >= 0.20, which orders a token's sum in this mode")
     pools[4].run(compare_batch_invariant, replace(AUTO, num_local_experts=4, topk=9), None)
-
-
-@pytest.mark.old_end
-def test_evaluation_without_gradient(pools: Pools, case: Case) -> None:
-    pools[4].run(compare_without_gradient, case, 3)
 
 
 @pytest.mark.parametrize("frozen", ["experts", "router", "input", "router input"])
@@ -198,8 +156,9 @@ def test_products_of_all_chunks_add_to_one_gradient(pools: Pools) -> None:
 def test_auto_splits_the_best_chain_of_tokens(pools: Pools, num_chunks: int | None) -> None:
     """In 4, or as asked for; on every rank alike, with other tokens in every step."""
     tokens = [[2000, 0, 1, 100], [1, 1, 0, 1]]
-    case = replace(AUTO, options={**AUTO.options, "moe_monta_num_chunks": num_chunks})
-    assert pools[4].run(compare_chosen, case, tokens) == [[num_chunks or 4] * 2] * 4
+    for choices in pools[4].run(compare_steps, AUTO, num_chunks, tokens):
+        assert all(choice.splits_experts for choice in choices)
+        assert [choice.num_chunks for choice in choices] == [num_chunks or 4] * 2
 
 
 def test_options_that_do_not_go_together() -> None:

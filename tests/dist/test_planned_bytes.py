@@ -3,59 +3,23 @@
 import dataclasses
 import random
 from collections import Counter
+from itertools import islice
 
 import pytest
 import torch
 from counted_routing import CountedRouting
-from exchanges import ROUTINGS, Case, find_groups, make_data, make_source
+from exchanges import BytesByPass, Case, bytes_of_passes, make_data
 from pool import Pools
-from test_exchange_properties import DTYPES, runnable
+from test_exchange_properties import draw_cases
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.counts import message_size
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
-from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.planner.traffic import pass_traffic
 
 # Every chain on every shape, and some twice.
 NUM_CASES = 60
-
-BytesByPass = dict[str, dict[tuple[str, str], int]]
-
-
-def bytes_of_passes(cases: list[Case]) -> list[BytesByPass]:
-    """On a rank: what the executor sent for each case, by pass, then by stage and resource."""
-    return [_bytes_of_passes(case) for case in cases]
-
-
-def _bytes_of_passes(case: Case) -> BytesByPass:
-    exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
-    data = make_data(case, exchange_index)
-    source = make_source(case, data)
-    exchange = source.exchange
-    found: BytesByPass = {}
-
-    def note(pass_name: str) -> None:
-        found[pass_name] = {
-            key: count for key, count in exchange.monitor.bytes_sent.items() if count
-        }
-        exchange.monitor.bytes_sent.clear()
-
-    rows = source.rows(data.tokens[rank]).requires_grad_()
-    probs = source.probs.clone().requires_grad_()
-    expert_rows, expert_probs = dispatch(exchange, rows, probs, source.ids)
-    note("dispatch")
-    torch.autograd.backward(
-        [expert_rows, expert_probs], [data.expert_rows[rank], data.expert_probs[rank]]
-    )
-    note("dispatch_backward")
-    outputs = data.expert_rows[rank].clone().requires_grad_()
-    combined = combine(exchange, outputs)
-    note("combine")
-    combined.backward(source.rows(data.gradients[rank]))
-    note("combine_backward")
-    return found
 
 
 def planned_bytes(case: Case, rank: int) -> BytesByPass:
@@ -83,36 +47,8 @@ def planned_bytes(case: Case, rank: int) -> BytesByPass:
     return found
 
 
-def random_cases() -> list[Case]:
-    """Every chain on every shape in turn, with data drawn anew."""
-    draw = random.Random(0)
-    found = []
-    for chain, (ep, etp, ranks_per_node) in (runnable(4) * NUM_CASES)[:NUM_CASES]:
-        dtype, probs_dtype = draw.choice(DTYPES)
-        num_chunks = 1 if CHAINS[chain].serial else draw.randint(1, 7)
-        found.append(
-            Case(
-                chain=chain,
-                ep=ep,
-                etp=etp,
-                ranks_per_node=ranks_per_node,
-                num_local_experts=draw.randint(1, 3),
-                topk=draw.randint(1, 4),
-                tokens=tuple(draw.choice([0, 1, 5, 12, 40]) for _ in range(ep * etp)),
-                hidden=draw.choice([8, 3, 1]),
-                dtype=dtype,
-                probs_dtype=probs_dtype,
-                routing=draw.choice(ROUTINGS),
-                num_chunks=num_chunks,
-                num_blocks=num_chunks + draw.randint(0, 3),
-                seed=draw.randint(0, 1000),
-            )
-        )
-    return found
-
-
 def test_planned_bytes_are_counted_bytes(pools: Pools) -> None:
-    cases = random_cases()
+    cases = list(islice(draw_cases(random.Random(0), 4), NUM_CASES))
     seen: Counter[tuple[str, str]] = Counter()
     for rank, counted in enumerate(pools[4].run(bytes_of_passes, cases)):
         for case, by_pass in zip(cases, counted, strict=True):

@@ -1,6 +1,7 @@
 """What Megatron's settings ask of a dispatcher (supported_settings.py), against stock."""
 
 import dataclasses
+from contextlib import nullcontext
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,6 @@ from layers import (
     compare_padded_for_quantization,
     compare_steps,
     compare_under_overlap_schedule,
-    compare_width,
-    compare_without_gradient,
     error_of,
     knows_batch_invariant_sums,
     options_survive_copies,
@@ -49,20 +48,31 @@ def case(request: pytest.FixtureRequest) -> Case:
 CHUNKS = [1, 3]
 
 
-def check(pools: Pools, case: Case, **config: Any) -> None:
-    pools[4].run(compare, dataclasses.replace(case, config=config), CHUNKS)
+# What is changed of a case.
+SHARED = {"moe_shared_expert_intermediate_size": 16}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "shared experts": {"config": SHARED},
+    "shared experts overlap": {"config": {**SHARED, "moe_shared_expert_overlap": True}},
+    "capacity": {"routing": "router", "config": {"moe_expert_capacity_factor": 0.75}},
+    "probabilities on the input": {"topk": 1, "config": {"moe_apply_probs_on_input": True}},
+    "selective recompute": {
+        "config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    },
+    **{
+        f"probabilities of {router_dtype}, rows of {dtype}": {
+            "routing": "router",
+            "dtype": dtype,
+            "config": {"moe_router_dtype": router_dtype},
+        }
+        for router_dtype in (None, "fp64")
+        for dtype in ("float32", "bfloat16")
+    },
+}
 
 
-def test_shared_experts(pools: Pools, case: Case) -> None:
-    check(pools, case, moe_shared_expert_intermediate_size=16)
-
-
-def test_shared_experts_overlap(pools: Pools, case: Case) -> None:
-    check(pools, case, moe_shared_expert_intermediate_size=16, moe_shared_expert_overlap=True)
-
-
-def test_capacity_factor(pools: Pools, case: Case) -> None:
-    check(pools, dataclasses.replace(case, routing="router"), moe_expert_capacity_factor=0.75)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_layer(pools: Pools, case: Case, setting: str) -> None:
+    pools[4].run(compare, dataclasses.replace(case, **SETTINGS[setting]), CHUNKS)
 
 
 @pytest.mark.parametrize("factor", [0.75, 2.0])
@@ -78,7 +88,7 @@ def test_pad_to_capacity(pools: Pools, case: Case, factor: float) -> None:
         case = dataclasses.replace(case, options=case.options | {"moe_monta_chain": "auto"})
         pools[4].run(compare_steps, dataclasses.replace(case, config=config), None, [[24] * 4])
         return
-    check(pools, case, **config)
+    pools[4].run(compare, dataclasses.replace(case, config=config), CHUNKS)
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
@@ -119,27 +129,19 @@ def test_batch_invariant_sums_with_expert_tensor_parallelism(pools: Pools) -> No
     pools[4].run(compare_batch_invariant, case, 3)
 
 
-@pytest.mark.parametrize("num_chunks", CHUNKS)
-def test_latent_size(pools: Pools, case: Case, num_chunks: int) -> None:
-    pools[4].run(compare_width, case, num_chunks, 12)
-
-
-def test_selective_recompute(pools: Pools, case: Case) -> None:
-    check(pools, case, recompute_granularity="selective", recompute_modules=["moe"])
-
-
-def test_token_count_changes_every_step(pools: Pools, case: Case) -> None:
-    tokens = [[24, 3, 0, 7], [1, 0, 0, 0], [0, 0, 0, 0], [100, 100, 100, 100], [2, 50, 1, 9]]
-    pools[4].run(compare_steps, case, 4, tokens)
+# The second has tokens with fewer experts than top-k; the third attributes of the shared experts.
+CAPTURED: tuple[dict[str, Any], ...] = (
+    {},
+    {"routing": "fewer"},
+    {"config": SETTINGS["shared experts overlap"]["config"] | {"moe_shared_expert_gate": True}},
+)
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
 def test_cuda_graph_attributes_replay(pools: Pools, case: Case, num_chunks: int) -> None:
-    pools[4].run(replay_cuda_graph_attributes, case, num_chunks)
-    # They list attributes of the shared experts.
-    config = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
-    shared = dataclasses.replace(case, config={**config, "moe_shared_expert_gate": True})
-    pools[4].run(replay_cuda_graph_attributes, shared, num_chunks)
+    for changes in CAPTURED:
+        changed = dataclasses.replace(case, **changes)
+        pools[4].run(replay_cuda_graph_attributes, changed, num_chunks)
 
 
 @pytest.mark.parametrize("num_local_experts", [1, 2])
@@ -166,19 +168,6 @@ def test_overlap_schedule(pools: Pools, case: Case, num_local_experts: int) -> N
         config=config,
     )
     pools[4].run(compare_under_overlap_schedule, case, 3)
-
-
-def test_evaluation_without_gradient(pools: Pools, case: Case) -> None:
-    pools[4].run(compare_without_gradient, case, 3)
-
-
-@pytest.mark.parametrize("router_dtype", [None, "fp64"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dtype_of_probabilities(
-    pools: Pools, case: Case, dtype: str, router_dtype: str | None
-) -> None:
-    case = dataclasses.replace(case, dtype=dtype, routing="router")
-    check(pools, case, moe_router_dtype=router_dtype)
 
 
 def test_configuration_made_in_code(pools: Pools) -> None:
@@ -209,29 +198,24 @@ def test_the_overlap_schedule_frees_no_experts_input(low_precision: dict[str, An
     assert [ask(node, True, ours) for node in nodes] == [True, False, True]
 
 
+CAPTURES_IT = "^cuda_graph_impl: not supported"
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "refusal"),
     [
-        {"cuda_graph_impl": "full_iteration"},
-        {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe"]},
+        ({"cuda_graph_impl": "full_iteration"}, CAPTURES_IT),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe"]}, CAPTURES_IT),
         # No list means everything.
-        {"cuda_graph_impl": "local", "cuda_graph_modules": []},
-        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": []}, CAPTURES_IT),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, CAPTURES_IT),
+        ({"cuda_graph_impl": "none"}, None),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_preprocess"]}, None),
+        ({"moe_dispatch_fwd_dtype": "bf16"}, None),
+        ({"moe_dispatch_fwd_dtype": "mxfp8"}, "^moe_dispatch_fwd_dtype: .* flex dispatcher "),
+        ({"moe_combine_bwd_dtype": "mxfp8"}, "^moe_combine_bwd_dtype: .* flex dispatcher "),
     ],
 )
-def test_cuda_graphs_that_would_capture_the_exchange_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="cuda_graph_impl: not supported"):
+def test_settings_that_are_refused(settings: dict[str, Any], refusal: str | None) -> None:
+    with nullcontext() if refusal is None else pytest.raises(ValueError, match=refusal):
         check_supported(SimpleNamespace(**settings))
-
-
-@pytest.mark.parametrize("setting", ["moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"])
-def test_dtypes_of_another_dispatcher_are_refused(setting: str) -> None:
-    check_supported(SimpleNamespace(**{setting: "bf16"}))
-    with pytest.raises(ValueError, match=f"^{setting}: not supported with .* flex dispatcher "):
-        check_supported(SimpleNamespace(**{setting: "mxfp8"}))
-
-
-def test_other_cuda_graphs_are_not_refused() -> None:
-    check_supported(SimpleNamespace(cuda_graph_impl="none"))
-    modules = ["attn", "moe_preprocess"]
-    check_supported(SimpleNamespace(cuda_graph_impl="local", cuda_graph_modules=modules))

@@ -1,17 +1,24 @@
-"""One rank of a world of 16 to 128 ranks, in one process: its groups, and what all ranks count.
+"""One rank of a world, in one process: its groups, what all ranks count, and its exchange.
 
 The groups are torch's fake ones, whose collectives move nothing. Ranks differ in their tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from monta_megatron.chains import Chain, ChainCounts, TokenCounts
+from monta_megatron.chains.counts import num_counted_blocks
+from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.core import FLAT_GROUPS, Layout
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
+from monta_megatron.exchange.exchange import Exchange
+from monta_megatron.exchange.monitor import Monitor
 
 NUM_TOKENS = 48
 TOPK = 8
@@ -73,16 +80,74 @@ def routing_map(num_tokens: int, num_experts: int, padded: bool = False) -> torc
     return routed
 
 
-def exchanged_counts(
-    count_messages: CountMessages, padded: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def routing_maps(layout: Layout, padded: bool = False) -> list[torch.Tensor]:
+    """The maps of three ranks, which have different numbers of tokens; see `joined_counts`."""
+    return [routing_map(NUM_TOKENS - less, layout.num_experts, padded) for less in range(3)]
+
+
+def exchanged_counts(count_messages: CountMessages) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank copies of the counts of all ranks, and its own map."""
     layout = count_messages.layout
-    maps = [routing_map(NUM_TOKENS - less, layout.num_experts, padded) for less in range(3)]
+    maps = routing_maps(layout)
+    return joined_counts(count_messages, maps), maps[layout.rank % 3]
+
+
+def joined_counts(count_messages: CountMessages, maps: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What the exchange of counts brings a rank.
+
+    Args:
+        count_messages: of the rank.
+        maps: [T, E] bool of the ranks, which have them in turn.
+    """
+    layout = count_messages.layout
     counted = [count_messages.count(each) for each in maps]
-    received = [counted[rank % 3][0][layout.rank] for rank in range(len(layout.nodes))]
-    _, sent = counted[layout.rank % 3]
-    return count_messages.join(torch.stack(received), sent), maps[layout.rank % 3]
+    received = [counted[rank % len(maps)][0][layout.rank] for rank in range(len(layout.nodes))]
+    _, sent = counted[layout.rank % len(maps)]
+    return count_messages.join(torch.stack(received), sent)
+
+
+def bound_exchange(
+    chain: Chain,
+    layout: Layout,
+    maps: Sequence[torch.Tensor],
+    num_chunks: int,
+    num_blocks: int,
+    **settings: Any,
+) -> tuple[Exchange, ChainCounts]:
+    """A rank's exchange of a micro-batch, as the dispatcher makes it, and the counts in it.
+
+    Args:
+        chain: the chain.
+        layout: the rank's place.
+        maps: as `joined_counts` has them.
+        num_chunks: 1 is meant where the chain is serial.
+        num_blocks: that tokens are counted in.
+        settings: of the exchange; groups that are not there unless given.
+    """
+    blocks = num_counted_blocks((chain,), num_blocks)
+    count_messages = CountMessages(chains=(chain,), layout=layout, num_blocks=blocks)
+    exchanged = count_messages.read(joined_counts(count_messages, maps).numpy())
+    counts: Any = exchanged.tokens if chain.rows == "tokens" else exchanged.permuted_tokens
+    fields = {"groups": groups_of(layout), "sum_dtype": torch.float32, "monitor": Monitor()}
+    exchange = Exchange(
+        bound_chain=chain.bind(layout, counts, 1 if chain.serial else num_chunks),
+        max_experts_per_token=exchanged.max_experts_per_token,
+        **{**fields, **settings},
+    )
+    return exchange, counts
+
+
+def chunks_of(exchange: Exchange, counts: TokenCounts, num_chunks: int) -> list[Exchange]:
+    """An exchange of each chunk, for experts in the pipeline."""
+    bound, num_blocks = exchange.bound_chain, counts.tokens.shape[1]
+    return [
+        replace(
+            exchange,
+            bound_chain=bound.chain.bind(bound.layout, counts.of_blocks(*blocks), 1),
+            shared={},
+        )
+        for blocks in blocks_of_chunks(num_blocks, num_chunks)
+    ]
 
 
 def groups_of(layout: Layout) -> dict[str, PeerGroup]:

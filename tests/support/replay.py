@@ -9,8 +9,8 @@ record, writes what was received, and overwrites the input if no later operation
 missing wait, or memory that is used again too early, gives other values: in what is sent, or in
 what a pass returns. The rows are random bits, which no two places share.
 
-The same replay runs on the CPU without streams, under a `Recorder`, which finds faults by the order
-of accesses, and on a GPU. It covers all of the device's side but NCCL itself. No pytest, no
+The same replay runs on the CPU, under a `Recorder`, which finds faults by the order of accesses,
+and on a GPU. It covers all of the device's side but NCCL itself. No pytest, no
 Megatron.
 
 Notation: N = rows of a message, C = chunks.
@@ -35,9 +35,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 
 from exchanges import Case, Source, make_data, make_source
-from fake_world import groups_of
+from fake_world import chunks_of, groups_of
 
-from monta_megatron.chains import CHAINS, lower
+from monta_megatron.chains import CHAINS, TokenCounts, lower
 from monta_megatron.chains.program import Operation, Program, Release
 from monta_megatron.exchange import executor, operations
 from monta_megatron.exchange.buffers import Buffers
@@ -214,10 +214,10 @@ class Layer:
         source = make_source(case, data, place)
         settings = {"fused": fused, **monitor}
         # `shared` holds tensors of a device.
-        exchanges = tuple(
-            replace(exchange, shared={}, **settings)
-            for exchange in (source.chunks() if each.pipelined else [source.exchange])
-        )
+        exchanges = [replace(source.exchange, shared={}, **settings)]
+        if each.pipelined:
+            assert isinstance(source.counts, TokenCounts), "rows are permuted tokens"
+            exchanges = chunks_of(exchanges[0], source.counts, case.num_chunks)
         rank = source.rank
         inputs = (
             source.rows(data.tokens[rank]),
@@ -226,7 +226,7 @@ class Layer:
             source.rows(data.gradients[rank]),
         )
         return cls(
-            exchanges=exchanges,
+            exchanges=tuple(exchanges),
             pipelined=each.pipelined,
             source=replace(source, expert=source.expert.to(device), probs=source.probs.to(device)),
             inputs=tuple(one.to(device) for one in inputs),
@@ -390,15 +390,11 @@ class StandIn:
         arriving: list[torch.Tensor],
     ) -> None:
         self._poison(received)
-        self.sleep(self._random.randrange(MOST_CYCLES))
+        torch.cuda._sleep(self._random.randrange(MOST_CYCLES))
         differing = [_num_differing(*pair) for pair in zip(sent, expected, strict=True)]
         self.differences[key] = torch.stack(differing).sum()
         for into, columns in zip(received, arriving, strict=True):
             into.copy_(columns)
-
-    def sleep(self, cycles: int) -> None:
-        """Take so many cycles of the device."""
-        torch.cuda._sleep(cycles)
 
     def _poison(self, columns: list[torch.Tensor]) -> None:
         for column in columns:
@@ -434,21 +430,6 @@ def order_on(
         return StandInWork(stream.record_event(), device)
 
 
-class HostStandIn(StandIn):
-    """The same where there are no streams: a collective has ended when it has been started."""
-
-    def start(self, usual: Any, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
-        key = key_of(self._layer, buffers, operation)
-        expected, arriving = self._messages[key]
-        self._arrive(
-            key, _sent(buffers, operation), expected, received_by(buffers, operation), arriving
-        )
-        return []
-
-    def sleep(self, cycles: int) -> None:
-        """Take no time: nothing runs meanwhile."""
-
-
 def _num_differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Of values, how many have other bits."""
     assert one.shape == other.shape and one.dtype == other.dtype, "another message"
@@ -462,7 +443,6 @@ class Replay:
     Args:
         each: the case.
         recorded: its record.
-        stand_in: in place of the collectives.
         device: where its tensors are; the CPU by default.
         fused: whether Triton kernels do the work.
         seed: of the times that collectives take.
@@ -473,7 +453,6 @@ class Replay:
         self,
         each: ReplayCase,
         recorded: Recorded,
-        stand_in: type[StandIn] = StandIn,
         device: torch.device | None = None,
         fused: bool = False,
         seed: int = 0,
@@ -482,7 +461,7 @@ class Replay:
         device = device or torch.device("cpu")
         self._each, self._recorded = each, recorded
         self._layer = Layer.of(each, device, fused, **monitor)
-        self._collectives = stand_in(self._layer, device, recorded.messages, seed)
+        self._collectives = StandIn(self._layer, device, recorded.messages, seed)
         self._results: dict[str, torch.Tensor] = {}
 
     def run(self) -> None:

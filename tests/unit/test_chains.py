@@ -102,22 +102,30 @@ def offsets(bound: BoundChain, transpose: bool, policy: Policy) -> list[int]:
     return pipeline_offsets(shapes, bound.layout.crossing_groups, policy)
 
 
-def test_depth_trails_by_one_step_per_collective() -> None:
-    counts = Counts(sent=np.ones((2, 1), int), received=np.ones((2, 2, 1), int))
-    bound = CHAIN.bind(layout_of(2, 2, 1), counts, num_chunks=2)
-    policy: Policy
-    for policy in ("streams", "host"):
-        assert offsets(bound, transpose=False, policy=policy) == [0, 0, 1, 2]
-        assert offsets(bound, transpose=True, policy=policy) == [0, 0, 1, 2]
+@pytest.mark.parametrize(
+    ("etp", "ranks_per_node", "policy", "forward", "back"),
+    [
+        # A step for each collective.
+        (2, None, "streams", [0, 0, 1, 2], [0, 0, 1, 2]),
+        (2, None, "host", [0, 0, 1, 2], [0, 0, 1, 2]),
+        # The AllToAll crosses nodes; the AllGather stays on one, and a host moves its rows itself.
+        (2, 2, "streams", [0, 0, 1, 2], [0, 0, 1, 2]),
+        (2, 2, "host", [0, 0, 1, 1], [0, 0, 0, 1]),
+        # A group of one rank takes no step.
+        (1, None, "streams", [0, 0, 1, 1], [0, 0, 0, 1]),
+    ],
+)
+def test_steps_of_the_stages(
+    etp: int, ranks_per_node: int | None, policy: Policy, forward: list[int], back: list[int]
+) -> None:
+    counts = Counts(sent=np.ones((2, 1), int), received=np.ones((etp, 2, 1), int))
+    layout = layout_of(2, etp, 1, ranks_per_node=ranks_per_node)
+    bound = CHAIN.bind(layout, counts, num_chunks=2)
+    assert offsets(bound, transpose=False, policy=policy) == forward
+    assert offsets(bound, transpose=True, policy=policy) == back
 
 
-def test_a_host_that_moves_rows_itself_does_not_put_them_off() -> None:
-    # The AllToAll crosses nodes, the AllGather stays on one.
-    counts = Counts(sent=np.ones((2, 1), int), received=np.ones((2, 2, 1), int))
-    bound = CHAIN.bind(layout_of(2, 2, 1, ranks_per_node=2), counts, num_chunks=2)
-    assert offsets(bound, transpose=False, policy="host") == [0, 0, 1, 1]
-    assert offsets(bound, transpose=True, policy="host") == [0, 0, 0, 1]
-    assert offsets(bound, transpose=False, policy="streams") == [0, 0, 1, 2]
+def test_order_of_issue() -> None:
     pack, exchange, gather, order = range(4)
     assert order_of_issue([0, 0, 1, 1], num_chunks=2) == [
         *[(pack, 0), (exchange, 0)],
@@ -139,13 +147,6 @@ def test_ranks_take_the_same_steps_if_some_groups_cross_nodes() -> None:
             for rank in range(12)
         ]
         assert all(each == steps[0] for each in steps)
-
-
-def test_a_group_of_one_rank_takes_no_step() -> None:
-    counts = Counts(sent=np.ones((2, 1), int), received=np.ones((1, 2, 1), int))
-    bound = CHAIN.bind(layout_of(2, 1, 1), counts, num_chunks=2)
-    assert offsets(bound, transpose=False, policy="streams") == [0, 0, 1, 1]
-    assert offsets(bound, transpose=True, policy="streams") == [0, 0, 0, 1]
 
 
 def test_the_parts_of_an_expert_are_added_first_as_in_stock() -> None:

@@ -13,10 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_device import HAS_TRITON, FakeDevice, HostWaitsError
-from fake_world import LAYOUTS, TOPK, exchanged_counts, fake_world, megatron_groups
+from fake_world import (
+    LAYOUTS,
+    TOPK,
+    bound_exchange,
+    fake_world,
+    megatron_groups,
+    routing_maps,
+)
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.counts import num_counted_blocks
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     COMBINE,
@@ -33,7 +39,6 @@ from monta_megatron.chains.stages import Permute
 from monta_megatron.exchange import operations as torch_operations
 from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.collectives import peer_groups, start_all_gather
-from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.expert_lists import expert_ids_of
@@ -68,21 +73,18 @@ def make_exchange(
 ) -> tuple[Exchange, torch.Tensor]:
     """A micro-batch's exchange, and its routing map on the host."""
     chain, layout = CHAINS[chain_name], LAYOUTS[ep, etp]
-    blocks = num_counted_blocks([chain], NUM_BLOCKS)
-    count_messages = CountMessages(chains=(chain,), layout=layout, num_blocks=blocks)
-    copied, routed = exchanged_counts(count_messages, padded)
-    gathered = count_messages.read(copied.numpy())
-    counts = gathered.permuted_tokens if chain.rows == "permuted tokens" else gathered.tokens
-    assert counts is not None
-    exchange = Exchange(
-        bound_chain=chain.bind(layout, counts, 1 if chain.serial else NUM_CHUNKS),
+    maps = routing_maps(layout, padded)
+    exchange, _ = bound_exchange(
+        chain,
+        layout,
+        maps,
+        NUM_CHUNKS,
+        NUM_BLOCKS,
         groups=peer_groups([chain], layout, megatron_groups(layout)),
-        sum_dtype=torch.float32,
         monitor=device.recorder.monitor,
-        max_experts_per_token=gathered.max_experts_per_token,
         fused=fused,
     )
-    return exchange, routed
+    return exchange, maps[layout.rank % len(maps)]
 
 
 def source_lanes(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> Columns:

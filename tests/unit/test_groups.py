@@ -47,15 +47,6 @@ def one_rank() -> Iterator[dict[str, dist.ProcessGroup]]:
         dist.destroy_process_group()
 
 
-def test_groups_do_not_outlive_their_torch_distributed() -> None:
-    for _ in range(2):
-        with one_rank() as megatron_groups:
-            made = peer_groups([CHAIN], ALONE, megatron_groups)
-            assert {name: group.size for name, group in made.items()} == {"node": 1, "rail": 1}
-            ranks = [dist.get_process_group_ranks(each.process_group) for each in made.values()]
-            assert ranks == [[0], [0]]
-
-
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
 @pytest.mark.parametrize(("max_ctas", "min_ctas"), [(UNSET, UNSET), (32, 16)])
 def test_our_groups_take_over_megatrons_settings(max_ctas: int, min_ctas: int) -> None:

@@ -6,11 +6,18 @@ from typing import Any
 import pytest
 import test_stream_safety
 import torch
+from fake_world import bound_exchange, chunks_of
 from stream_recorder import Recorder
-from test_pipeline_streams import TOKEN_CASES, exchanges_of
-from test_stream_safety import LAYOUTS, Routing, make_exchange, make_inputs
+from test_stream_safety import (
+    LAYOUTS,
+    NUM_BLOCKS,
+    TOKEN_CASES,
+    Routing,
+    make_exchange,
+    make_inputs,
+)
 
-from monta_megatron.chains import CHAINS
+from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.pipeline import Experts, run_pipeline
 from monta_megatron.integration.experts import (
@@ -122,8 +129,11 @@ def peak_bytes(
     """
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
     routing_map, recorder = ROUTING.map(layout.num_experts), Recorder()
-    whole = make_exchange(chain, layout, routing_map, NUM_CHUNKS, recorder)
-    chunks = exchanges_of(chain, layout, routing_map, max(num_chunks, 1), recorder.monitor)
+    whole, counts = bound_exchange(
+        chain, layout, [routing_map], NUM_CHUNKS, NUM_BLOCKS, monitor=recorder.monitor
+    )
+    assert isinstance(counts, TokenCounts)
+    chunks = chunks_of(whole, counts, max(num_chunks, 1))
     rows, probs, ids = make_inputs(whole, routing_map)
     assert ids is not None
     with recorder:

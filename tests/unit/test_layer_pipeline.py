@@ -1,18 +1,17 @@
 """The pipeline of dispatch, experts and combine, on one rank, where nothing is sent."""
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_world import bound_exchange, chunks_of
 
 from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.core import Layout
 from monta_megatron.exchange import pipeline
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.expert_lists import expert_ids_of
-from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import run_pipeline
 
 NUM_EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 16, 40
@@ -26,23 +25,11 @@ def routing_of(num_tokens: int) -> torch.Tensor:
 
 
 def exchanges(routing_map: torch.Tensor, num_chunks: int) -> list[Exchange]:
-    """The exchanges of so many chunks of blocks of equal size, as the dispatcher binds them."""
-    # [T, E] -> [1, B, E]
-    blocks = routing_map.view(BLOCKS, -1, NUM_EXPERTS)
-    counts = TokenCounts(
-        tokens=np.full((1, BLOCKS), blocks.shape[1]), experts=blocks.sum(dim=1)[None].numpy()
-    )
-    ends = [BLOCKS * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    return [
-        Exchange(
-            bound_chain=CHAINS["allgather"].bind(LAYOUT, counts.of_blocks(*bounds), 1),
-            groups={},
-            sum_dtype=torch.float32,
-            monitor=Monitor(),
-            max_experts_per_token=TOPK,
-        )
-        for bounds in pairwise(ends)
-    ]
+    """The exchanges of so many chunks."""
+    chain = CHAINS["allgather"]
+    exchange, counts = bound_exchange(chain, LAYOUT, [routing_map], 1, BLOCKS)
+    assert isinstance(counts, TokenCounts)
+    return chunks_of(exchange, counts, num_chunks)
 
 
 class Gated(torch.nn.Module):

@@ -7,7 +7,7 @@ import pytest
 import replay
 import torch
 from preloaded import Preloaded
-from replay import FAULTS, HostStandIn, Recorded, Replay
+from replay import FAULTS, Recorded, Replay
 from stream_recorder import Recorder
 
 CASES = {str(case): case for case in replay.replay_cases()}
@@ -39,10 +39,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_replay_gives_the_recorded_bits(records: dict[str, Recorded], name: str) -> None:
-    """Without streams; then with streams, whose accesses are all in order."""
-    on_host = Replay(CASES[name], records[name], HostStandIn)
-    on_host.run()
-    assert on_host.differences() == []
+    """With streams, whose accesses are all in order."""
     lines, findings = _under_recorder(records[name], name)
     assert lines == findings == []
 

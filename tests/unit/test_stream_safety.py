@@ -14,10 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_world import groups_of
+from fake_world import bound_exchange, chunks_of, groups_of
 from stream_recorder import Entry, Finding, RecordedStream, Recorder, times_in_one_queue
 
-from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
+from monta_megatron.chains import CHAINS, Chain, TokenCounts
 from monta_megatron.chains import lower as lower_module
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, Release, RowFormat
@@ -26,9 +26,9 @@ from monta_megatron.core import Layout
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
 from monta_megatron.exchange.buffers import Buffers
-from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
+from monta_megatron.exchange.pipeline import Experts, run_pipeline
 from monta_megatron.exchange.streams import CudaStreams, Ready
 
 NUM_LOCAL_EXPERTS = 2
@@ -50,6 +50,9 @@ CASES = [
     for layout in LAYOUTS
     if chain.incompatibility(LAYOUTS[layout]) is None
 ]
+TOKEN_CASES = [(chain, layout) for chain, layout in CASES if CHAINS[chain].rows == "tokens"]
+# Chain, layout, and whether experts are in the pipeline.
+ALL_CASES = [*((*case, False) for case in CASES), *((*case, True) for case in TOKEN_CASES)]
 
 
 @dataclass(frozen=True)
@@ -71,22 +74,6 @@ class Routing:
 PLAIN = Routing(num_tokens=23)
 
 
-def count(
-    chain: Chain, layout: Layout, routing_map: torch.Tensor
-) -> tuple[Counts | TokenCounts, int]:
-    """What the exchange would bring if all ranks had this map, and the longest list."""
-    if chain.rows == "permuted tokens":
-        sent = routing_map.sum(dim=0).view(layout.ep, layout.num_local_experts)
-        received = sent[layout.rank // layout.etp].expand(layout.etp, layout.ep, -1)
-        return Counts(sent=sent.numpy(), received=received.numpy()), 0
-    count_messages = CountMessages(chains=(chain,), layout=layout, num_blocks=NUM_BLOCKS)
-    messages, sent = count_messages.count(routing_map)
-    received = messages[layout.rank].expand_as(messages)
-    exchanged = count_messages.read(count_messages.join(received, sent).numpy())
-    assert exchanged.tokens is not None
-    return exchanged.tokens, exchanged.max_experts_per_token
-
-
 def make_exchange(
     chain: Chain,
     layout: Layout,
@@ -95,15 +82,9 @@ def make_exchange(
     recorder: Recorder,
     fused: bool = False,
 ) -> Exchange:
-    counts, width = count(chain, layout, routing_map)
-    return Exchange(
-        bound_chain=chain.bind(layout, counts, 1 if chain.serial else num_chunks),
-        groups=groups_of(layout),
-        sum_dtype=torch.float32,
-        monitor=recorder.monitor,
-        max_experts_per_token=width,
-        fused=fused,
-    )
+    settings = {"monitor": recorder.monitor, "fused": fused}
+    exchange, _ = bound_exchange(chain, layout, [routing_map], num_chunks, NUM_BLOCKS, **settings)
+    return exchange
 
 
 def make_inputs(
@@ -133,12 +114,41 @@ def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> None:
     _ = rows.grad + 1, probs.grad + 1
 
 
+def scaled(rows: torch.Tensor, _: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Experts in the pipeline, which give memory back while passes are under way."""
+    doubled = rows * 2
+    return doubled * probs[:, None]
+
+
+def run_pipelined(
+    chain: Chain,
+    layout: Layout,
+    routing_map: torch.Tensor,
+    num_chunks: int,
+    recorder: Recorder,
+    experts: Experts = scaled,
+) -> None:
+    """The same with the experts in the pipeline."""
+    exchange, counts = bound_exchange(
+        chain, layout, [routing_map], 1, NUM_BLOCKS, monitor=recorder.monitor
+    )
+    assert isinstance(counts, TokenCounts)
+    rows, probs, ids = make_inputs(exchange, routing_map)
+    assert ids is not None
+    chunks = chunks_of(exchange, counts, num_chunks)
+    output = run_pipeline(chunks, rows * 1, probs * 1, ids, experts)
+    (output * 2).sum().backward()
+    assert rows.grad is not None and probs.grad is not None
+    _ = rows.grad + 1, probs.grad + 1
+
+
 def record(
     chain_name: str,
     layout: Layout,
     num_chunks: int,
     routing: Routing = PLAIN,
     streams: type[CudaStreams] = CudaStreams,
+    pipelined: bool = False,
 ) -> Recorder:
     """What a layer issues to the device, up to the death of everything that it made."""
     chain = CHAINS[chain_name]
@@ -146,23 +156,26 @@ def record(
     recorder = Recorder(streams)
     exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder)
     with recorder:
-        run_layer(exchange, routing_map)
+        if pipelined:
+            run_pipelined(chain, layout, routing_map, num_chunks, recorder)
+        else:
+            run_layer(exchange, routing_map)
         del exchange
     return recorder
 
 
 @cache
-def sound(chain_name: str, layout_name: str, num_chunks: int) -> Recorder:
+def sound(chain_name: str, layout_name: str, num_chunks: int, pipelined: bool = False) -> Recorder:
     """The recording without a fault; shared by the tests."""
-    return record(chain_name, LAYOUTS[layout_name], num_chunks)
+    return record(chain_name, LAYOUTS[layout_name], num_chunks, pipelined=pipelined)
 
 
 @pytest.mark.parametrize("num_chunks", NUM_CHUNKS)
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+@pytest.mark.parametrize(("chain_name", "layout_name", "pipelined"), ALL_CASES)
 def test_every_access_is_ordered_and_memory_lives_long_enough(
-    chain_name: str, layout_name: str, num_chunks: int
+    chain_name: str, layout_name: str, pipelined: bool, num_chunks: int
 ) -> None:
-    recorder = sound(chain_name, layout_name, num_chunks)
+    recorder = sound(chain_name, layout_name, num_chunks, pipelined)
     assert recorder.findings == []
     # Nothing is proved about memory that was not freed, or if nothing happened.
     assert not [owner for owner in recorder.owners_of_live_memory() if owner != "caller"]
@@ -322,34 +335,6 @@ def test_memory_given_back_before_the_join_is_found(chain_name: str, layout_name
     assert "reuse" in {finding.kind for finding in findings}
 
 
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
-def test_a_window_that_is_not_waited_for_is_found(chain_name: str, layout_name: str) -> None:
-    """Memory that the chunk before the last still uses is overwritten."""
-    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
-    if chain.serial:
-        return
-    program = lower_module._structure
-
-    def without_waits_for_reuse(*structure: Any) -> Program:
-        made = program(*structure)
-        slots: dict[int, list[int]] = {}
-        operations = []
-        for operation in made.operations:
-            earlier: set[int] = set()
-            for number in operation.writes:
-                slot = made.buffers[number].slot
-                for before in slots.setdefault(slot, []):
-                    earlier |= {each.number for each in made.operations if before in each.reads}
-                slots[slot].append(number)
-            waits = tuple(each for each in operation.waits if each not in earlier)
-            operations.append(operation._replace(waits=waits))
-        return dataclasses.replace(made, operations=tuple(operations))
-
-    with mock.patch.object(lower_module, "_structure", without_waits_for_reuse):
-        findings = record(chain_name, layout, 5).findings
-    assert "race" in {finding.kind for finding in findings}
-
-
 @pytest.mark.parametrize("streams", [CudaStreams, NoKeep])
 @pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
 def test_what_passes_share_is_kept(
@@ -393,13 +378,6 @@ def test_side_streams_are_distinct(first: int) -> None:
     streams_module._drawn.cache_clear()
 
 
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
-def test_one_side_stream_more_than_collectives_at_most(chain_name: str, layout_name: str) -> None:
-    num_collectives = len(active_collectives(chain_name, layout_name))
-    num_streams = len(sound(chain_name, layout_name, 3).side_streams)
-    assert num_streams <= num_collectives + 1 <= 3
-
-
 def order_of(recorder: Recorder) -> list[tuple[str, str, str, int]]:
     """(pass, group, stage, chunk) of every collective in the order of issue."""
     return [
@@ -410,20 +388,21 @@ def order_of(recorder: Recorder) -> list[tuple[str, str, str, int]]:
 
 
 @pytest.mark.parametrize("num_chunks", [2, 5])
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+@pytest.mark.parametrize(("chain_name", "layout_name", "pipelined"), ALL_CASES)
 def test_collectives_are_issued_in_one_order_whatever_the_data(
-    chain_name: str, layout_name: str, num_chunks: int
+    chain_name: str, layout_name: str, pipelined: bool, num_chunks: int
 ) -> None:
-    expected = order_of(sound(chain_name, layout_name, num_chunks))
+    expected = order_of(sound(chain_name, layout_name, num_chunks, pipelined))
     layout = LAYOUTS[layout_name]
-    num_issued = 1 if CHAINS[chain_name].serial else num_chunks
+    # In the pipeline each chunk is an exchange of its own.
+    num_issued = 1 if CHAINS[chain_name].serial or pipelined else num_chunks
     assert {chunk for *_, chunk in expected} == set(range(num_issued))
     for routing in (
         Routing(num_tokens=0),
         Routing(num_tokens=2),  # fewer tokens than chunks: some chunks have no rows
         Routing(num_tokens=23, one_expert=True),
     ):
-        recorder = record(chain_name, layout, num_chunks, routing)
+        recorder = record(chain_name, layout, num_chunks, routing, pipelined=pipelined)
         assert order_of(recorder) == expected, routing
         assert recorder.findings == [], routing
 
