@@ -106,7 +106,9 @@ def run(parsed: argparse.Namespace) -> int:
     planned = plan_request(request)
     share = None
     if iteration_ms is not None and planned.benefit is not None:
-        share = share_of(iteration_ms, ran, planned.benefit, planned.plan.best_us())
+        priced = planned.plan.best.get(ran)
+        ran_us = None if priced is None else priced.predicted_us
+        share = share_of(iteration_ms, ran, ran_us, planned.benefit)
     if parsed.out is not None:
         from monta_megatron.tools.plan.run_file import write_run
 

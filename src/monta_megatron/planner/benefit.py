@@ -4,7 +4,6 @@
 iteration
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -105,21 +104,21 @@ class IterationShare:
 
 
 def share_of(
-    iteration_ms: float, ran: str, benefit: Benefit, best_us: Mapping[str, float | None]
+    iteration_ms: float, ran: str, ran_us: float | None, benefit: Benefit
 ) -> IterationShare:
     """The share of a plan's exchange in an iteration.
 
     Args:
         iteration_ms: measured.
-        ran: the dispatcher of Megatron that ran, of which `flex` has no price; nor has ours, whose
-            log says what it measured.
+        ran: the dispatcher of Megatron that ran.
+        ran_us: its time; None for `flex`, which has no price, and for ours, whose log says what it
+            measured.
         benefit: of the plan.
-        best_us: chain -> its time; None where it cannot run.
 
     Raises:
         ValueError: the exchanges of an iteration are not known.
     """
-    times, ran_us = benefit.per_iteration, best_us.get(ran)
+    times = benefit.per_iteration
     rule = "be beside --global-batch-size, which says how many exchanges an iteration has"
     require(times is not None, "--iteration-ms", f"{iteration_ms:g}", rule)
     text = f"{iteration_ms:,.0f} ms by {ran}, "

@@ -103,26 +103,25 @@ class Plan:
         """The candidate that is not rejected."""
         return next(entry for entry in self.candidates if entry.rejected is None)
 
-    def best_us(self) -> dict[str, float | None]:
-        """The time of each chain in its best number of chunks, of the chosen one in the chosen.
-
-        None where a chain cannot run.
-        """
-        best: dict[str, float | None] = {self.chain: self.predicted_us}
-        # The fastest candidates come first.
-        for candidate in self.candidates:
-            best.setdefault(candidate.chain, candidate.predicted_us)
+    @property
+    def best(self) -> dict[str, Candidate]:
+        """The choice, and the fastest number of chunks of every other chain, in order."""
+        best: dict[str, Candidate] = {}
+        for entry in self.candidates:
+            if entry.chain != self.chain or entry is self.chosen:
+                best.setdefault(entry.chain, entry)
         return best
 
     @property
     def stock_us(self) -> float | None:
         """Time of plain `alltoall`; None where it was not priced."""
-        return self.best_us().get("alltoall")
+        stock = self.best.get("alltoall")
+        return None if stock is None else stock.predicted_us
 
     @property
     def benefit(self) -> Benefit | None:
         """Benefit over plain `alltoall`; None where that was not priced."""
-        stock = next((entry for entry in self.candidates if entry.chain == "alltoall"), None)
+        stock = self.best.get("alltoall")
         if stock is None or stock.predicted_us is None:
             return None
         benefit = Benefit(

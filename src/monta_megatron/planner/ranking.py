@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from monta_megatron.chains.program import Phase
 from monta_megatron.common.units import counted, size_text, time_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
@@ -53,7 +52,6 @@ def rank_layouts(
     cp: int = 1,
     pp: int | None = None,
     tokens: int | None = None,
-    phase: Phase = "forward_backward",
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
 
@@ -67,7 +65,6 @@ def rank_layouts(
         world_size, cp: the same for all layouts.
         pp: pipeline stages; None for as many as it takes.
         tokens: of a rank; None for the model's batch.
-        phase: the phase to choose for.
 
     Raises:
         ValueError: no layout fits.
@@ -96,7 +93,7 @@ def rank_layouts(
     ranking = []
     for layout in fitting.values():
         shape = shape_of_layout(model, layout, cluster.ranks_per_node, tokens)
-        num_tokens, price = shape.tokens_per_rank, select_chain(shape, cluster, phase=phase).price
+        num_tokens, price = shape.tokens_per_rank, select_chain(shape, cluster).price
         ranked = RankedLayout(
             **vars(layout),
             num_nodes=shape.layout.num_nodes,

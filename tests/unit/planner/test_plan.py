@@ -98,8 +98,8 @@ def assert_flips_once(values: Sequence[float], choose: Choose, first: str, last:
     flip = names.index(last)
     assert names == [first] * flip + [last] * (len(names) - flip) and flip > 0, names
     for index, found in enumerate(plans):
-        best_us = found.best_us()
-        is_first = (best_us[first] or 0) <= (best_us[last] or 0)
+        first_us, last_us = (found.best[name].predicted_us or 0 for name in (first, last))
+        is_first = first_us <= last_us
         assert is_first == (index < flip), f"at {values[index]}"
 
 

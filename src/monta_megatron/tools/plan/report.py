@@ -11,7 +11,7 @@ from monta_megatron.common.units import counted, size_text
 from monta_megatron.core import Choice
 from monta_megatron.planner.benefit import IterationShare
 from monta_megatron.planner.curves import RESOURCE_NAMES
-from monta_megatron.planner.plan import Candidate, Plan
+from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.ranking import best, cross_or_stay
 from monta_megatron.tools.plan.request import Planned
 
@@ -64,7 +64,7 @@ class PlanReport:
         ranks = counted(planned.layout.world_size, "rank")
         lines = [f"{planned.model.name} on {planned.cluster.name}, {ranks}", ""]
         if ranking is None:
-            rows = _table(CHAINS, shown_candidates(planned.plan).values())
+            rows = _table(CHAINS, planned.plan.best.values())
         else:
             first = [best(ranking, in_node=True), best(ranking, in_node=False)]
             first = [layout for layout in first if layout is not None]
@@ -82,7 +82,7 @@ class PlanReport:
 
     def _fields(self) -> Iterator[tuple[str, str]]:
         """Request, choice and answers, the most important first."""
-        planned, plan, shape = self.planned, self.planned.plan, self.planned.shape
+        planned, plan, shape = self.planned, self.planned.plan, self.planned.plan.shape
         choice = Choice(chain=plan.chain, num_chunks=plan.num_chunks)
         if planned.ranking is not None:
             yield "layout", cross_or_stay(planned.ranking)
@@ -111,15 +111,6 @@ class PlanReport:
         yield "rates", f"{', '.join(rates)}; their sources are in the cluster file"
 
 
-def shown_candidates(plan: Plan) -> dict[str, Candidate]:
-    """The choice, and the fastest number of chunks of every other chain, in order."""
-    candidates: dict[str, Candidate] = {}
-    for entry in plan.candidates:
-        if entry.chain != plan.chain or entry is plan.chosen:
-            candidates.setdefault(entry.chain, entry)
-    return candidates
-
-
 def _table(columns: Mapping[str, str], entries: Iterable[object]) -> list[str]:
     """Lines of a table of attributes, as far as a line holds them."""
 
@@ -136,7 +127,7 @@ def _table(columns: Mapping[str, str], entries: Iterable[object]) -> list[str]:
 
 def _standing(plan: Plan, chain: str) -> str:
     """The standing of a chain beside the choice."""
-    entry = shown_candidates(plan)[chain]
+    entry = plan.best[chain]
     if entry.predicted_us is None or entry.num_chunks is None:
         return f"{chain} cannot run here: {entry.rejected}"
     name = Choice(chain=chain, num_chunks=entry.num_chunks).name

@@ -2,12 +2,9 @@
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from monta_megatron.chains.program import Phase
 from monta_megatron.common.rules import PositiveInt, require
-from monta_megatron.core import Shape
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
@@ -43,7 +40,6 @@ class PlanRequest:
         tokens: of a rank; None for the model's batch.
         seq_length, micro_batch_size: of the training; None for the model file's.
         global_batch_size: sequences of an iteration.
-        phase: the passes whose time counts.
     """
 
     model: Any
@@ -59,7 +55,6 @@ class PlanRequest:
     seq_length: PositiveInt | None = None
     micro_batch_size: PositiveInt | None = None
     global_batch_size: PositiveInt | None = None
-    phase: Phase = "forward_backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +68,6 @@ class Planned:
         layout: the one that was named, or the first of `ranking`.
         ranking: layouts that fit, where none was named.
         plan: for the layout.
-        shape: of the exchange that was priced.
         memory: of a training on a rank.
         benefit: over stock, in an iteration; None where stock was not priced.
     """
@@ -84,7 +78,6 @@ class Planned:
     layout: ParallelLayout
     ranking: list[RankedLayout] | None
     plan: Plan
-    shape: Shape
     memory: TrainingMemory
     benefit: Benefit | None
 
@@ -106,16 +99,19 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         seq_length=request.seq_length or model.seq_length,
         micro_batch_size=request.micro_batch_size or model.micro_batch_size,
     )
-    cluster = cluster_of(request.cluster).of_job(request.ranks_per_node)
+    cluster = request.cluster
+    if not isinstance(cluster, Cluster):
+        cluster = load_cluster(cluster).with_kernels(fused=True)
+    cluster = cluster.of_job(request.ranks_per_node)
     sizes: dict[str, Any] = {"world_size": cluster.num_ranks, "cp": 1}
     sizes |= {name: getattr(request, name) for name in SIZES if getattr(request, name) is not None}
     rule = f"be at most the {cluster.num_ranks} ranks of {cluster.name} (its num_nodes)"
     require(sizes["world_size"] <= cluster.num_ranks, "world_size", sizes["world_size"], rule)
 
     # Step 2: the layout.
-    phase, ranking = request.phase, None
+    ranking = None
     if not sizes.keys() & {"tp", "ep", "etp"}:
-        ranking = rank_layouts(model, cluster, **sizes, tokens=request.tokens, phase=phase)
+        ranking = rank_layouts(model, cluster, **sizes, tokens=request.tokens)
     layout = ranking[0] if ranking else ParallelLayout(**sizes)
     incompatibility = layout.incompatibility(model)
     if incompatibility is not None:
@@ -125,7 +121,7 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
     shape = shape_of_layout(model, layout, cluster.ranks_per_node, request.tokens)
     rule = f"be at most {MOST_TOKENS:,} on a rank"
     require(shape.tokens_per_rank <= MOST_TOKENS, "tokens", shape.tokens_per_rank, rule)
-    plan = with_ranges(plan_shape(shape, cluster, phase=phase, **settings), shape, cluster)
+    plan = with_ranges(plan_shape(shape, cluster, **settings), shape, cluster)
     tokens = shape.tokens_per_rank
     notes = [*plan.notes, *model.notes]
     for name, layers in (uneven_stages(model, layout.pp) or {}).items():
@@ -148,14 +144,6 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         layout=layout,
         ranking=ranking,
         plan=replace(plan, notes=tuple(notes)),
-        shape=shape,
         memory=training_memory(model, cluster, layout, tokens),
         benefit=benefit,
     )
-
-
-def cluster_of(given: str | Path | Cluster) -> Cluster:
-    """A cluster, or that of a file or a preset with the kernels that run on it."""
-    if isinstance(given, Cluster):
-        return given
-    return load_cluster(given).with_kernels(fused=True)

@@ -189,7 +189,7 @@ def of_prediction(request: PlanRequest, given: tuple[Chain, int] | None = None) 
     if given is not None:
         settings |= {"chains": (given[0].name,), "num_chunks": (given[1],)}
     planned = plan_request(request, **settings)
-    plan, layout, shape = planned.plan, planned.layout, planned.shape
+    plan, layout, shape = planned.plan, planned.layout, planned.plan.shape
     ours = predict(shape, planned.cluster, CHAINS[plan.chain], plan.num_chunks)
     stock = predict(shape, planned.cluster, ALLTOALL, 1)._replace(name=STOCK)
     return TimelineReport(
