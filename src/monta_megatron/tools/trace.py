@@ -211,17 +211,14 @@ class Trace:
                 else:
                     spans.append(span)
             about = dict(document["otherData"])
-            timelines = tuple(
-                Timeline(
-                    row,
-                    tuple(
-                        Track(names[process], passes, tuple(spans))
-                        for process, (passes, spans) in sorted(ranks.items())
-                    ),
+            timelines = []
+            for row, ranks in rows.items():
+                tracks = (
+                    Track(names[process], passes, tuple(spans))
+                    for process, (passes, spans) in sorted(ranks.items())
                 )
-                for row, ranks in rows.items()
-            )
-            return cls(title=about.pop("title"), timelines=timelines, about=about)
+                timelines.append(Timeline(row, tuple(tracks)))
+            return cls(title=about.pop("title"), timelines=tuple(timelines), about=about)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path}: is no trace, must be one that monta bench --trace has written"

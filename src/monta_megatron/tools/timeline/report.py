@@ -101,12 +101,12 @@ class TimelineReport:
     def headline(self) -> str:
         """The result in a line."""
         if self.stock is None:
-            in_ms, unit = shown_us(self.ours.total_us)
-            return f"{self.ours.name}: {in_ms(self.ours.total_us)} {unit}"
-        in_ms, unit = shown_us(self.stock.total_us)
+            in_unit, unit = shown_us(self.ours.total_us)
+            return f"{self.ours.name}: {in_unit(self.ours.total_us)} {unit}"
+        in_unit, unit = shown_us(self.stock.total_us)
         return (
             f"{self.ours.name} is {self.ratio:.2f}x as fast as {STOCK}: "
-            f"{in_ms(self.ours.total_us)} instead of {in_ms(self.stock.total_us)} {unit}"
+            f"{in_unit(self.ours.total_us)} instead of {in_unit(self.stock.total_us)} {unit}"
         )
 
     def document(self) -> dict[str, Any]:
