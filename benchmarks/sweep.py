@@ -257,12 +257,12 @@ class Results:
     ) -> bool:
         """Whether a point has been measured: with the same settings, on the same cluster."""
         plain = strict_yaml.plain(settings)
-        cluster = _setting_of(None if emulated is None else asdict(emulated))
+        cluster = None if emulated is None else asdict(emulated)
         return any(
             report["meta"]["settings"] == plain
             and report["meta"]["inter_rate_ratio"] == inter_rate_ratio
             and report.get("study") == (study and study.name)
-            and _setting_of(report["meta"]["emulated_cluster"]) == cluster
+            and report["meta"]["emulated_cluster"] == cluster
             for report in self.reports
         )
 
@@ -284,13 +284,6 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}: line {number} is no report of monta bench")
         strict_yaml.build(cast("type[Any]", Any), report, f"{path}: line {number}")
     return reports
-
-
-def _setting_of(emulated: dict[str, Any] | None) -> dict[str, Any] | None:
-    """An emulated cluster without its measured rates, which differ a little each time."""
-    if emulated is None:
-        return None
-    return {name: value for name, value in emulated.items() if not name.startswith("measured")}
 
 
 if __name__ == "__main__":

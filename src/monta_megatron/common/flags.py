@@ -46,11 +46,6 @@ def positive(text: str) -> float:
     return _number(text, "a number > 0", lambda value: 0 < value < float("inf"))
 
 
-def not_negative(text: str) -> float:
-    """Reads a number >= 0."""
-    return _number(text, "a number >= 0", lambda value: 0 <= value < float("inf"))
-
-
 def _number(text: str, rule: str, holds: Callable[[float], bool]) -> float:
     try:
         value = float(text)

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,24 +106,6 @@ def find_this_rank(command: str, environ: MutableMapping[str, str] = os.environ)
         world_size=int(environ["WORLD_SIZE"]),
         local_rank=int(environ.get("LOCAL_RANK", "0")),
     )
-
-
-def ranks_per_node_from_launcher(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Ranks on this rank's node according to the launcher; None if it does not say.
-
-    torchrun sets LOCAL_WORLD_SIZE; srun sets SLURM_NTASKS_PER_NODE if it was asked for.
-
-    Raises:
-        ValueError: the launcher's variable is not a positive integer.
-    """
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        value = environ.get(name)
-        if value is None:
-            continue
-        if not value.isdigit() or int(value) < 1:
-            raise ValueError(f"{name}: got {value!r}, must be a positive integer")
-        return int(value)
-    return None
 
 
 def run_as_rank(run: Callable[[], int]) -> int:

@@ -5,8 +5,9 @@ atomics, so the bits are the same in every run. Low-precision rows are converted
 columns at a time, which takes `SUM_COLUMNS` values of the sum's dtype per row at any hidden size.
 
 Bound: a sum of K terms is off by at most K 2^-24 of the sum of their absolute values (in fp32), and
-by one rounding. Over h hops of partial sums, this rank's own term stays unrounded, and the error in
-bf16 (rms, against fp64) is at most 1.05 sqrt(1 + h) times that of one fp32 sum rounded once.
+by one rounding, after each hop of partial sums; right before an AllGather's transpose this rank's
+own term stays unrounded. Over h such hops the error in bf16 (rms, against fp64) is at most
+1.05 sqrt(1 + h) times that of one fp32 sum rounded once.
 """
 
 import torch

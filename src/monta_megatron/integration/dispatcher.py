@@ -158,8 +158,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Start the count exchange, and permute if the chain's rows are permuted tokens.
 
-        [S/TP, B, H] or [T, H], [T, E] bool, [T, E] -> [N, H], [N] in expert order; or [T, H],
-        [T, E].
+        [seq / TP, batch, H] or [T, H], [T, E] bool, [T, E] -> [N, H], [N] in expert order; or
+        [T, H], [T, E].
         """
         self.hidden_shape = hidden_states.shape
         # Kernels need contiguous rows.
@@ -171,7 +171,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self._maybe_dtoh_and_synchronize("before_permutation_1")
-        # [S/TP, B, H] -> [T, H]
+        # [seq / TP, batch, H] -> [T, H]
         return self._enter(hidden_states.view(-1, self.hidden_shape[-1]), probs_TE)
 
     def preprocess(self, routing_map: torch.Tensor) -> None:
@@ -261,7 +261,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     # Rows of both kinds enter in `_enter`, are sent as `_columns` and leave here.
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
-        """Leave the chain: [N, H] or [T, H] -> [S/TP, B, H], with the shared experts' output."""
+        """Leave the chain: [N, H] or [T, H] -> [seq / TP, batch, H]; add the shared experts."""
         if self.micro_batch.rows != "tokens":
             output: torch.Tensor = super().combine_postprocess(permutated_local_input_tokens)
             return output
