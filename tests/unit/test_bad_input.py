@@ -58,7 +58,7 @@ CASES = [
     (f"{BENCH} --overlap-experts", ["--overlap-experts", "with --layer"]),
     (f"{BENCH} --expert-ms 5", ["--expert-ms", "with --layer"]),
     (f"{BENCH} --layer --expert-ms 0", ["--expert-ms", "'0'", "> 0"]),
-    (f"{BENCH} --layer --overlap-experts --chains alltoall", ["--overlap-experts", "a chain of tokens"]),
+    (f"{BENCH} --layer --overlap-experts --chains alltoall", ["--overlap-experts", "of tokens"]),
     (f"{BENCH} --num-chunk-count 2", ["monta bench", "did you mean --num-chunks?"]),
     ("place", ["--trace", "--apply", "required"]),
     (f"place --trace {CONFIGS}", ["--model", "must be with --trace"]),
