@@ -7,6 +7,7 @@ tests/dist/test_supported_settings.py and test_overlap_experts.py run the settin
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from monta_megatron.common import __version__
@@ -78,6 +79,10 @@ def _graphs_whole_exchange(config: Any) -> bool:
     return whole or not names
 
 
+def _is_not_bf16(name: str, config: Any) -> bool:
+    return getattr(config, name, "bf16") != "bf16"
+
+
 UNSUPPORTED = (
     Unsupported(
         "cuda_graph_impl",
@@ -90,7 +95,7 @@ UNSUPPORTED = (
             name,
             "it quantizes what the NCCL EP backend of the flex dispatcher sends; here rows and "
             "gradients keep their dtype",
-            lambda config, name=name: getattr(config, name, "bf16") != "bf16",
+            partial(_is_not_bf16, name),
         )
         for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
     ),
