@@ -151,7 +151,7 @@ def test_a_dtype_has_megatron_s_name_or_pytorch_s(
         ({"hidden": "15", "tp": "2"}, "--hidden: got 15, must be a multiple of --tp (2)"),
         ({"dtype": "fp8"}, "--dtype: got 'fp8', must be one of float32, bfloat16"),
         ({"chains": "alltoal"}, "--chains: got 'alltoal', must be one of alltoall,"),
-        ({"chains": "alltoall,"}, "--chains: got 'alltoall,', must be a list"),
+        ({"chains": "alltoall,"}, "--chains: got '', must be one of alltoall,"),
         ({"num_chunks": "1,0"}, "--num-chunks: got '0', must be an integer >= 1"),
         ({"routing": "zipf"}, "--routing: got 'zipf', must be one of uniform, skewed"),
         ({"expert_ms": "3"}, "--expert-ms: got 3.0, must come with --layer"),

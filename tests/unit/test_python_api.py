@@ -77,7 +77,6 @@ def test_without_sizes_the_best_layout_is_planned() -> None:
         ({"epp": 8}, "epp: unknown key; did you mean pp?"),
         ({"tokens": 0}, "tokens: got 0, must be an integer >= 1"),
         ({"token": 1}, "token: unknown key; did you mean tokens?"),
-        ({"phase": "backward"}, "phase: got 'backward', must be one of forward, forward_backward"),
     ],
 )
 def test_bad_arguments_are_one_line(changes: dict[str, Any], said: str) -> None:

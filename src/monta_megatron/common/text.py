@@ -5,8 +5,8 @@ from difflib import get_close_matches
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
-    """The known name that is most like `name`; None if none is close."""
-    return next(iter(get_close_matches(str(name), list(known), n=1)), None)
+    """The known name, in lower case, that is most like `name`; None if none is close."""
+    return next(iter(get_close_matches(str(name).lower(), list(known), n=1)), None)
 
 
 def one_of(name: object, known: Iterable[str]) -> str:

@@ -25,8 +25,6 @@ from monta_megatron.planner.curves import (
     published_curves,
 )
 
-# 800 Gb/s, of the newest interfaces.
-FASTEST_NIC = Rate(100.0)
 # If a cluster has no curve for an operation, this similar operation stands in for it.
 STANDS_IN: dict[PricedOperation, PricedOperation] = {"allgather": "alltoall", "sum": "copy"}
 
@@ -166,11 +164,6 @@ class Cluster:
                 )
         for *_, factor in self.contention:
             require(factor >= 1, "contention", factor, "be a factor >= 1")
-        rate = None if self.network is None else self.network.rate
-        if rate is not None:
-            rule = f"be at most {FASTEST_NIC.in_both_units} each; check bits and bytes"
-            holds = rate.gbytes_per_s <= FASTEST_NIC.gbytes_per_s
-            require(holds, "network.rate", rate.in_both_units, rule)
 
     @cached_property
     def links(self) -> dict[Resource, Link]:

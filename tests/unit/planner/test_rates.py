@@ -1,6 +1,7 @@
 """Rates: written with their unit, shown in every plan, with their published range."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -43,9 +44,11 @@ def test_a_rate_is_written_as_it_is_read(gbytes_per_s: float) -> None:
     assert Rate.from_text(str(Rate(gbytes_per_s))) == Rate(gbytes_per_s)
 
 
-def test_bits_taken_for_bytes_are_refused() -> None:
+def test_bits_taken_for_bytes_are_refused_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(dump_cluster(cluster_of(link(200.0), link(450.0), link(1e3))))
     with pytest.raises(ValueError, match=r"network.rate: got 200 GB/s .* must be at most"):
-        cluster_of(link(200.0), link(450.0), link(1e3))
+        load_cluster(path)
 
 
 def test_every_plan_shows_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
