@@ -15,14 +15,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from summary import plot_sweep, summarise, summary_lines
 
 from monta_megatron.cli import bench, main
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.files import add_json_line, read_json_lines, write_whole
+from monta_megatron.common.files import read_text, write_whole
 from monta_megatron.common.flags import positive
 from monta_megatron.common.ranks import find_this_rank, run_as_rank
 from monta_megatron.common.tables import Progress, print_json
@@ -241,7 +241,7 @@ class Results:
         """Continue an existing file, or start a new one.
 
         Raises:
-            ValueError: the file holds something else, or cannot be written.
+            ValueError: the file holds something else.
         """
         results = cls(path=path, reports=read_reports(path))
         # Drop a line that a kill has cut short.
@@ -269,20 +269,26 @@ class Results:
     def add(self, report: dict[str, Any]) -> None:
         """Keep one more report."""
         self.reports.append(report)
-        add_json_line(self.path, report)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(report) + "\n")
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that `Results` has written.
+    """The lines of a file that `Results` has written, without a last one that was cut short.
 
     Raises:
-        ValueError: the file holds something else, or a text that is not printable.
+        ValueError: the file holds something else.
     """
-    reports = read_json_lines(path)
-    for number, report in enumerate(reports, 1):
-        if not isinstance(report, dict) or not {"meta", "rows"} <= set(report):
-            raise ValueError(f"{path}: line {number} is no report of monta bench")
-        strict_yaml.build(cast("type[Any]", Any), report, f"{path}: line {number}")
+    lines = read_text(path, "reports").splitlines(keepends=True) if path.exists() else []
+    reports = []
+    for number, line in enumerate(lines, 1):
+        if not line.endswith("\n"):
+            continue
+        try:
+            report = json.loads(line)
+            reports.append({**report, "meta": report["meta"], "rows": report["rows"]})
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{path}: line {number} is no report of monta bench") from None
     return reports
 
 

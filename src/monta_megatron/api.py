@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.planner.models.model import Model
     from monta_megatron.planner.plan import Plan
-    from monta_megatron.tools.plan.request import PlanRequest
 
 
 def plan(
@@ -35,24 +34,12 @@ def plan(
     Raises:
         ValueError: an argument is wrong, or no chain can run.
     """
-    from monta_megatron.tools.plan.request import plan_request
-
-    return plan_request(_request_of(model=model, cluster=cluster, **settings)).plan
-
-
-def _request_of(**given: Any) -> PlanRequest:
-    """The request of a call, checked as the command line checks its flags."""
     from monta_megatron.common import strict_yaml
-    from monta_megatron.common.text import shown
-    from monta_megatron.planner.cluster import Cluster
-    from monta_megatron.planner.models.model import Model
-    from monta_megatron.tools.plan.request import PlanRequest
+    from monta_megatron.tools.plan.request import PlanRequest, plan_request
 
-    for name, kind in (("model", Model), ("cluster", Cluster)):
-        if not isinstance(given[name], str | Path | kind):
-            rule = f"a {kind.__name__}, a file, or a preset by its name"
-            raise ValueError(f"{name}: got {shown(repr(given[name]))}, must be {rule}")
-    return strict_yaml.build(PlanRequest, given, "")
+    # Checked as the command line checks its flags.
+    given = {"model": model, "cluster": cluster, **settings}
+    return plan_request(strict_yaml.build(PlanRequest, given, "")).plan
 
 
 def statistics() -> list[LayerStatistics]:

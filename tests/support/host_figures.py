@@ -19,7 +19,7 @@ from fake_world import RANK
 from launch_counts import LaunchCounts, count_launches
 from launch_times import host_us
 
-from monta_megatron.common import torch_private
+from monta_megatron.common.torch_private import ALL_TO_ALL
 from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
 from monta_megatron.exchange.kernels.tiles import Launches
 from monta_megatron.exchange.memory import Columns
@@ -78,7 +78,7 @@ def _collective_us(size: int) -> float:
     group = dist.new_group(members)
     splits = [3 + rank % 3 for rank in range(size)]
     rows, received = torch.empty(sum(splits), 8), torch.empty(sum(splits), 8)
-    return _least_us(lambda: torch_private.start_all_to_all(group, received, rows, splits, splits))
+    return _least_us(lambda: group.alltoall_base(received, rows, splits, splits, ALL_TO_ALL))
 
 
 def _launch_us() -> float:

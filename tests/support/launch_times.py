@@ -27,7 +27,7 @@ from launch_counts import (
 )
 from megatron.core.transformer.moe import token_dispatcher as stock
 
-from monta_megatron.common import torch_private
+from monta_megatron.common.torch_private import ALL_GATHER, ALL_TO_ALL
 from monta_megatron.exchange import count_messages, executor, operations, streams
 from monta_megatron.exchange.collectives import PeerGroup
 
@@ -188,7 +188,7 @@ def _start_all_to_all(
     group: PeerGroup,
 ) -> Any:
     """As on a device, where `collectives.start_all_to_all` asks where the rows are."""
-    return torch_private.start_all_to_all(group.process_group, output, input_, receive, send)
+    return group.process_group.alltoall_base(output, input_, receive, send, ALL_TO_ALL)
 
 
 def _start_all_gather(
@@ -200,10 +200,10 @@ def _start_all_gather(
 ) -> Any:
     """Likewise."""
     if len(set(receive)) == 1:
-        return torch_private.start_all_gather(group.process_group, output, input_)
+        return group.process_group._allgather_base(output, input_, ALL_GATHER)
     outputs = list(output.split(receive))
     # A fake group copies a message to itself, which has to fit.
-    return torch_private.start_all_to_all_of_lists(group.process_group, outputs, outputs)
+    return group.process_group.alltoall(outputs, outputs, ALL_TO_ALL)
 
 
 def _zeroed(start: Any, times: _Times) -> Any:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common import torch_private
 from monta_megatron.common.torch_private import timeout_of
 from monta_megatron.core import Layout
 from monta_megatron.exchange import collectives
@@ -129,8 +128,8 @@ def test_what_is_wrapped_is_called_by_the_functions_of_torch() -> None:
             # Asked before the functions are replaced here.
             assert peers.is_called == (group is plain)
             with (
-                mock.patch.object(torch_private, "start_all_to_all") as itself,
-                mock.patch.object(torch_private, "start_all_gather") as gathers_itself,
+                mock.patch.object(dist.ProcessGroup, "alltoall_base") as itself,
+                mock.patch.object(dist.ProcessGroup, "_allgather_base") as gathers_itself,
                 mock.patch.object(dist, "all_to_all_single") as by_torch,
                 mock.patch.object(dist, "all_gather_into_tensor") as gathers_by_torch,
             ):

@@ -21,10 +21,10 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "picture.png"
     with (
-        pytest.raises(ValueError, match=r"picture\.png: cannot be written: No such file"),
+        pytest.raises(FileNotFoundError),
         pictures.figure(path, (2, 1)),
     ):
         pass

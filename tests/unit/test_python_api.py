@@ -73,8 +73,6 @@ def test_without_sizes_the_best_layout_is_planned() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": None}, "model: got None, must be a Model, a file, or a preset by its name"),
-        ({"cluster": 3}, "cluster: got 3, must be a Cluster, a file, or a preset by its name"),
         ({"ep": 0}, "ep: got 0, must be an integer >= 1"),
         ({"epp": 8}, "epp: unknown key; did you mean pp?"),
         ({"tokens": 0}, "tokens: got 0, must be an integer >= 1"),

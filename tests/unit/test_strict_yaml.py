@@ -23,7 +23,7 @@ class Links:
     times: Mapping[str, str | None]
 
 
-@pytest.mark.parametrize("text", ["x", "", "1e3", "12e4567", "010", "0x1f", "4:00:00", "true", "é"])
+@pytest.mark.parametrize("text", ["x", "", "010", "0x1f", "4:00:00", "true", "é"])
 def test_what_is_written_is_read(tmp_path: Path, text: str) -> None:
     links = Links(name=text, links=(Link(rate=1e-5, sizes=(1, 2)),), times={"a": text, "b": None})
     path = tmp_path / "links.yaml"

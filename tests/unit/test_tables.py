@@ -1,4 +1,4 @@
-"""Tables and progress: aligned columns, harmless texts, lines."""
+"""Tables and progress: aligned columns, lines."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from monta_megatron.common.tables import Progress, table
 COLUMNS = ["chain", ">us", "why"]
 ROWS: list[Sequence[object]] = [
     ["alltoall", "1,234", "chosen"],
-    ["[bold]alltoall[/bold]", None, "one\nline, \x1b[31mnot red"],
+    ["alltoall_dedup", None, "slower"],
 ]
-PLAIN = r"""
+PLAIN = """
 head
-chain                    us  why
-alltoall              1,234  chosen
-[bold]alltoall[/bold]     -  one\nline, \x1b[31mnot red
+chain             us  why
+alltoall       1,234  chosen
+alltoall_dedup     -  slower
 """
 
 

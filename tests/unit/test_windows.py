@@ -38,7 +38,7 @@ said: list[str] = []
 def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChooser]:
     """Choices of two shapes on one exchange."""
     monkeypatch.setattr(auto, "_shared", {})
-    monkeypatch.setattr(auto, "is_usable", lambda _: True)
+    monkeypatch.setattr(auto, "is_open", lambda _: True)
     ranks = {"get_rank": lambda: 1, "get_group_rank": lambda *_: 1}
     ranks["get_process_group_ranks"] = lambda _: [0, 1]
     monkeypatch.setattr(auto, "dist", SimpleNamespace(**ranks))

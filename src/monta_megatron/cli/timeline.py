@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli import planning
 from monta_megatron.cli.parser import add_json
-from monta_megatron.common.files import make_folder
 from monta_megatron.common.flags import name_of, whole
 from monta_megatron.common.tables import print_report, tell
 
@@ -72,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
     if pictures.can_draw():
         from monta_megatron.tools.timeline.picture import draw
 
-        make_folder(path.parent, "--out")
+        path.parent.mkdir(parents=True, exist_ok=True)
         draw(report, path)
         report = replace(report, picture=path)
     else:

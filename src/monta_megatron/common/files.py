@@ -37,61 +37,20 @@ def read(path: str | Path) -> Any:
         raise ValueError(f"{path}: is no JSON in line {error.lineno}: {error.msg}") from error
 
 
-def read_json_lines(path: Path) -> list[Any]:
-    """The documents in a file, without a last line that was cut short; none if there is no file.
-
-    Raises:
-        ValueError: the file cannot be read, or has a line that is no JSON document.
-    """
-    documents = list[Any]()
-    for line in read_text(path, "JSON lines").splitlines(keepends=True) if path.exists() else ():
-        try:
-            if line.endswith("\n"):
-                documents.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}: must hold one JSON document per line; line {len(documents) + 1} is none"
-            ) from error
-    return documents
-
-
-def add_json_line(path: Path, entry: Any) -> None:
-    """Append one document; the file has to end with a whole line, or not to exist."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
-
-
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, text as UTF-8, so that it exists whole or not at all.
 
-    One that exists keeps its mode.
-
     Raises:
-        ValueError: it cannot be written, or something that is no file bears its name.
+        OSError: it cannot be written.
+        ValueError: something that is no file bears its name.
     """
+    # Root would replace /dev/null.
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: cannot be written: is no regular file")
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path}: cannot be written: is no regular file")
-        try:
-            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-            if path.exists():
-                temporary.chmod(path.stat().st_mode)
-            temporary.replace(path)
-        finally:
-            # It still exists only if something went wrong.
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def make_folder(folder: Path, flag: str) -> None:
-    """Make the folder that a flag names, if it does not exist.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{flag}: got {folder}, cannot be made: {error.strerror}") from error
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.replace(path)
+    finally:
+        # It still exists only if something went wrong.
+        temporary.unlink(missing_ok=True)

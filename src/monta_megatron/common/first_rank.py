@@ -10,17 +10,10 @@ from monta_megatron.common.text import shown
 OTHER_RANKS_LINGER_S = 5.0
 OTHER_NODES_LINGER_S = 10.0
 
-# torch's variables, and those of srun that mean the same.
-AS_SRUN_NAMES = {
-    "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_NTASKS",
-    "LOCAL_RANK": "SLURM_LOCALID",
-}
-
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this rank reports for all; also true in a process that no launcher started."""
-    return _variable("RANK", environ) in (None, "0")
+    return environ.get("RANK", "0") == "0"
 
 
 _printed: set[str] = set()
@@ -56,16 +49,7 @@ def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
     if is_first_rank(environ):
         print(line, file=sys.stderr, flush=True)
         return
-    linger(OTHER_NODES_LINGER_S)
-    if _variable("LOCAL_RANK", environ) != "0":
-        linger()
-    print(
-        f"{line} (rank {_variable('RANK', environ)} on {os.uname().nodename})",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def _variable(name: str, environ: Mapping[str, str]) -> str | None:
-    """A variable of torch's, or the one of srun that means the same."""
-    return environ.get(name, environ.get(AS_SRUN_NAMES[name]))
+    is_first_of_node = environ.get("LOCAL_RANK") == "0"
+    linger(OTHER_NODES_LINGER_S + (0 if is_first_of_node else OTHER_RANKS_LINGER_S))
+    where = f"rank {environ['RANK']} on {os.uname().nodename}"
+    print(f"{line} ({where})", file=sys.stderr, flush=True)

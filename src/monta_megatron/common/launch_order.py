@@ -11,7 +11,6 @@ import os
 from monta_megatron.common.first_rank import is_first_rank, print_once
 
 VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
-NOT_RULED_OUT = "a circular wait of communicators is not ruled out"
 LEAST_NCCL, LEAST_CUDA = (2, 26), (12, 3)
 
 
@@ -48,29 +47,23 @@ def is_useful() -> tuple[bool, str]:
     return True, f"NCCL {nccl}, CUDA {cuda}"
 
 
-def set_launch_order() -> str | None:
+def set_launch_order() -> None:
     """Set the variable to 1 where that is useful and the user has not set it.
 
-    NCCL reads it once, so this is called before the first process group is made.
-
-    Returns:
-        A line for the user; None where the user has set it, and without GPUs or NCCL.
+    NCCL reads it once, so this is called before the first process group is made. The first rank
+    prints a line for the user; none where the user has set it, and without GPUs or NCCL.
     """
     import torch.distributed as dist
 
-    if VARIABLE in os.environ:
-        return None
+    if VARIABLE in os.environ or versions() is None:
+        return
     useful, by = is_useful()
     if not useful:
-        return None if versions() is None else f"{VARIABLE} is not set: {by}; {NOT_RULED_OUT}"
-    if dist.is_initialized():
-        return f"{VARIABLE} is not set, and process groups are there already; set it to 1 ({by})"
-    os.environ[VARIABLE] = "1"
-    return f"{VARIABLE}=1 set, so communicators cannot wait for each other in a circle ({by})"
-
-
-def settle_launch_order() -> None:
-    """Set the launch order, and print a line for the user on the first rank."""
-    note = set_launch_order()
-    if note is not None and is_first_rank():
+        note = f"{VARIABLE} is not set: {by}; a circular wait of communicators is not ruled out"
+    elif dist.is_initialized():
+        note = f"{VARIABLE} is not set, and process groups are there already; set it to 1 ({by})"
+    else:
+        os.environ[VARIABLE] = "1"
+        note = f"{VARIABLE}=1 set, so communicators cannot wait for each other in a circle ({by})"
+    if is_first_rank():
         print_once(note)

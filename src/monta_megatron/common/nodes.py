@@ -11,12 +11,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from monta_megatron.common.text import check_printable
-
 # The same in all containers of a host, and another on every host.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-HOST_NUMBERS = ("GROUP_RANK", "SLURM_NODEID")
 
 
 def is_named(environ: Mapping[str, str] = os.environ) -> bool:
@@ -31,40 +27,11 @@ def node_here(environ: Mapping[str, str] = os.environ) -> str:
     the node link only where this is the same: NCCL_HOSTID if it is set, or else the host's name and
     the identity of its last start, since containers on several hosts may have one name. Launchers'
     numbers do not tell: torchrun may have several agents on a host.
-
-    Raises:
-        ValueError: MONTA_NODE is not one line of printable characters.
     """
-    if is_named(environ):
-        return check_printable(environ["MONTA_NODE"], "MONTA_NODE")
-    if environ.get("NCCL_HOSTID"):
-        return check_printable(environ["NCCL_HOSTID"], "NCCL_HOSTID")
-    host = socket.gethostname()
-    try:
-        return f"{host} (boot {BOOT_ID.read_text(encoding='ascii').strip()})"
-    except OSError:
-        # No Linux, or a sandbox without it: numbers of torchrun's agents and of srun's hosts.
-        numbers = (f"{name} {environ[name]}" for name in HOST_NUMBERS if name in environ)
-        number = next(numbers, None)
-        return host if number is None else f"{host} ({number})"
-
-
-def check_named_alike(named: Sequence[bool], ranks: Sequence[int]) -> None:
-    """Make sure that MONTA_NODE is set on all ranks, or on none.
-
-    Args:
-        named: `is_named` of each rank.
-        ranks: their numbers, for the message.
-
-    Raises:
-        ValueError: MONTA_NODE is set on some of them only.
-    """
-    if len(set(named)) > 1:
-        with_name, without = ranks[named.index(True)], ranks[named.index(False)]
-        raise ValueError(
-            f"MONTA_NODE: set on rank {with_name} and not on rank {without}, must be set on every "
-            "rank or on none"
-        )
+    given = environ.get("MONTA_NODE") or environ.get("NCCL_HOSTID")
+    # A sandbox may lack the file.
+    boot = BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else "unknown"
+    return given or f"{socket.gethostname()} (boot {boot})"
 
 
 def number_nodes(names: Sequence[str]) -> tuple[int, ...]:

@@ -1,8 +1,4 @@
-"""Presets of `configs/`, extras of setup.py, and provenance: versions, machine, commit.
-
-No index holds this package yet, so no message may tell pip to fetch it by name: whoever takes that
-name could answer. The packages of an extra can be installed wherever this package came from.
-"""
+"""Presets of `configs/`, and provenance: versions, machine, commit."""
 
 import os
 import platform
@@ -10,17 +6,14 @@ import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
-from monta_megatron.common.text import advice, same_name
+from monta_megatron.common.text import advice
 
 PresetKind = Literal["models", "clusters", "runs"]
 
 CONFIG = "config.json"
 
 # setup.py puts the checkout's folder into the package of a wheel.
-_IN_WHEEL, _IN_CHECKOUT = (
-    Path(__file__).parents[1] / "configs",
-    Path(__file__).parents[3] / "configs",
-)
+_IN_WHEEL, _IN_CHECKOUT = (Path(__file__).parents[up] / "configs" for up in (1, 3))
 FOLDER = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
 
 
@@ -31,38 +24,26 @@ def find(kind: PresetKind, given: str | Path, folder: str | Path = "") -> Path:
 
     Args:
         kind: folder of `configs/`, such as "models".
-        given: the path or the name, whatever its case, `-` or `_`, with its owner or without.
+        given: the path or the name, as in "qwen3_30b_a3b" or "Qwen/Qwen3-30B-A3B".
         folder: what a relative path is relative to; the working folder by default.
 
     Raises:
         ValueError: there is neither; the message names the preset that was probably meant.
     """
     path = Path(folder, given)
-    config = path / CONFIG
-    if kind == "models" and config.is_file():
-        return config
+    if kind == "models" and (path / CONFIG).is_file():
+        return path / CONFIG
+    if path.exists() and not path.is_dir():
+        return path
     presets = {preset.stem: preset for preset in sorted((FOLDER / kind).glob("*.yaml"))}
-    name = same_name(str(given), presets)
-    if not path.is_file() and name is not None and (str(given) in presets or not path.exists()):
+    name = Path(given).name.casefold().replace("-", "_")
+    if name in presets:
         return presets[name]
-    if not path.exists():
-        known = advice(path.stem, presets)
-        raise ValueError(
-            f"{path}: cannot be read: No such file or directory, nor a preset; {known}"
-        )
     if path.is_dir():
         without = f" without {CONFIG}" if kind == "models" else ""
         raise ValueError(f"{path}: cannot be read: is a folder{without}")
-    return path
-
-
-LIBRARIES = {"te": ("transformer-engine[pytorch]",), "plot": ("matplotlib",)}
-
-
-def install(extra: str) -> str:
-    """The command that installs the libraries of an extra, from a checkout and a wheel alike."""
-    quoted = (f"'{library}'" if "[" in library else library for library in LIBRARIES[extra])
-    return f"pip install {' '.join(quoted)}"
+    known = advice(Path(name).stem, presets)
+    raise ValueError(f"{path}: cannot be read: No such file or directory, nor a preset; {known}")
 
 
 PACKAGES = ("monta-megatron", "megatron-core", "torch", "numpy")
@@ -86,8 +67,11 @@ def version_of(package: str) -> str | None:
 
 def machine() -> dict[str, Any]:
     """This rank's machine; the others are assumed to be the same."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "processor": _processor(),
+        "processor": next(names, platform.machine()),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
     }
@@ -101,12 +85,3 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -1,24 +1,26 @@
 """The rank of this process, and the cause of a failed run. No torch.
 
-Ranks come from the variables of torchrun or srun. The first traceback is the cause: other ranks
-fail because they have lost the first. torch marks the lines of a joined rank with "[rank3]: ".
+The first traceback is the cause: other ranks fail because they have lost the first. torch marks the
+lines of a joined rank with "[rank3]: ".
 """
 
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from monta_megatron.common.first_rank import AS_SRUN_NAMES, is_first_rank, linger
+from monta_megatron.common.first_rank import is_first_rank, linger
 
 _MARK = re.compile(r"^\[rank\d+\]: ?")
 # How a training says that its configuration is refused.
 _MISTAKE = "monta: error: "
-_CHAINED = ("The above exception was", "During handling of the above")
+# Two ranks may print theirs line by line in turn.
+_TRACEBACK = r"^Traceback \(most recent call last\).*\n(?:(?:Traceback| ).*\n)*(\S.*)"
+_CHAINED = r"(?:The above exception was|During handling of the above).*\n"
+_CHAIN = re.compile(rf"{_TRACEBACK}(?:(?:\n(?!Traceback).*)*?\n{_CHAINED}{_TRACEBACK})*", re.M)
 
 
 def cause_of(lines: Iterable[str]) -> str | None:
@@ -27,28 +29,17 @@ def cause_of(lines: Iterable[str]) -> str | None:
     Args:
         lines: what all of its ranks printed, or one of them.
     """
-    rank, cause = None, None
-    inside = chained = False
-    for line in map(str.rstrip, lines):
+    mark, of_rank = None, []
+    for line in filter(None, map(str.rstrip, lines)):
         text = _MARK.sub("", line)
-        mark = line.removesuffix(text) if text else line
-        if rank is None and text.startswith(_MISTAKE):
+        if mark is None and text.startswith(_MISTAKE):
             return text
-        starts = text.startswith("Traceback (most recent call last)")
-        if rank is None and starts:
-            rank, inside = mark, True
-        elif rank is None or mark != rank:
-            continue
-        elif starts:
-            # One that is not chained to the first is another rank's, maybe between its lines.
-            if not chained and cause is not None:
-                break
-            inside, chained = True, False
-        elif text.startswith(_CHAINED):
-            chained = True
-        elif inside and text and not text.startswith(" "):
-            cause, inside = line, False
-    return cause
+        if mark is None and text.startswith("Traceback (most recent call last)"):
+            mark = line.removesuffix(text)
+        if text and line.removesuffix(text) == mark:
+            of_rank.append(text)
+    chain = _CHAIN.search("\n".join(of_rank))
+    return None if chain is None else f"{mark}{chain[2] or chain[1]}"
 
 
 def ended(status: int) -> str:
@@ -69,37 +60,28 @@ def why_ended(status: int, log: Path) -> str:
 INTERRUPT_REACHES_ALL_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThisRank:
-    """This process among the ranks of its launch.
-
-    Attributes:
-        rank: its number among all ranks.
-        world_size: number of ranks.
-        local_rank: its number among the ranks of its node.
-    """
+class ThisRank(NamedTuple):
+    """This process among the ranks of its launch, and among those of its node."""
 
     rank: int
     world_size: int
     local_rank: int
 
 
-def find_this_rank(command: str, environ: MutableMapping[str, str] = os.environ) -> ThisRank:
-    """Rank of this process; under srun, sets the variables that torch reads.
+def find_this_rank(command: str, environ: Mapping[str, str] = os.environ) -> ThisRank:
+    """Rank of this process, from the variables of a launcher.
 
     Args:
         command: the sub-command of `monta`, for the message.
         environ: the environment of this process.
 
     Raises:
-        ValueError: there is no launcher, or one of its variables is missing.
+        ValueError: no launcher has set them.
     """
-    if "RANK" not in environ and environ.keys() >= set(AS_SRUN_NAMES.values()):
-        _name_as_torch_does(environ)
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         raise ValueError(
             "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
-            f"--nproc-per-node N -m monta_megatron.cli {command} ..., srun, or monta emulate"
+            f"--nproc-per-node N -m monta_megatron {command} ..., or monta emulate"
         )
     return ThisRank(
         rank=int(environ["RANK"]),
@@ -140,14 +122,3 @@ def run_as_rank(run: Callable[[], int]) -> int:
     if status != 0 and not is_first_rank():
         linger()
     return status
-
-
-def _name_as_torch_does(environ: MutableMapping[str, str]) -> None:
-    for name, slurm_name in AS_SRUN_NAMES.items():
-        environ[name] = environ[slurm_name]
-    if "MASTER_ADDR" not in environ:
-        raise ValueError(
-            "MASTER_ADDR: not set, must be the host of rank 0 under srun: "
-            "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
-        )
-    environ.setdefault("MASTER_PORT", "29500")

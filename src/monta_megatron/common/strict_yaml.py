@@ -1,9 +1,9 @@
 """YAML into frozen dataclasses and back, strictly.
 
-The content of a file is declared once, as the annotations of a dataclass: an unknown key, a missing
-one, a wrong type or a value that breaks its rule is a one-line `ValueError` that names the file and
-line, the path of the key, the value and the rule. A class with `from_text` and `RULE`, such as a
-rate, is a text there, which its `str` writes.
+The annotations of a dataclass declare the content of a file. An unknown key, a missing one, a wrong
+type or a value that breaks its rule is a one-line `ValueError` that names the file and line, the
+path of the key, the value and the rule. A class with `from_text` and `RULE`, such as a rate, is a
+text in the file.
 
     @dataclass(frozen=True, kw_only=True)
     class Link:
@@ -11,18 +11,13 @@ rate, is a text there, which its `str` writes.
         note: str | None = None
 
     links.yaml:2: links[0].alpha_us: got -3, must be a number > 0
-
-Our own, because msgspec and pydantic say neither the line nor the value nor the key that was meant,
-and an installation with `pip install --no-deps` would lack them.
 """
 
-import math
 import re
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -30,12 +25,9 @@ import yaml
 
 from monta_megatron.common.files import read_text
 from monta_megatron.common.rules import SCALARS
-from monta_megatron.common.text import PRINTABLE, advice, one_of, shown
+from monta_megatron.common.text import advice, one_of
 
 T = TypeVar("T")
-
-# Characters of a value, and of YAML's own errors, that a message shows.
-LONGEST_SHOWN = 100
 
 
 def load(cls: type[T], path: str | Path) -> T:
@@ -44,9 +36,8 @@ def load(cls: type[T], path: str | Path) -> T:
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    data, lines = _read(path)
-    value: T = _value(cls, data, _Place(str(path), "", lines))
-    return value
+    data, node = _read(path)
+    return build(cls, data, str(path), dict(_lines(node, "")))
 
 
 def read(path: str | Path) -> Any:
@@ -58,65 +49,63 @@ def read(path: str | Path) -> Any:
     return _read(path)[0]
 
 
-def build(cls: type[T], data: Any, file: str) -> T:
+def build(cls: type[T], data: Any, file: str, lines: Mapping[str, int] | None = None) -> T:
     """Check plain data against a dataclass and make it.
 
     Args:
         cls: a dataclass.
         data: plain data, as read from YAML.
         file: for messages.
+        lines: where each key is in the file, by its path.
 
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    value: T = _value(cls, data, _Place(file, "", {}))
+    try:
+        value: T = _value(cls, data, "")
+    except _WrongValueError as error:
+        key, message = error.args
+        written, lines = key, lines or {}
+        # A missing key is in the mapping that lacks it.
+        while written and written not in lines:
+            written = written.rpartition(".")[0]
+        where = f"{file}:{lines[written]}" if written else file
+        raise ValueError(": ".join(filter(None, (where, key, message)))) from None
     return value
 
 
 def dump(instance: Any) -> str:
-    """A dataclass as YAML that `load` reads back to an equal one; defaults are written too."""
-    return yaml.dump(plain(instance), Dumper=_Dumper, sort_keys=False, width=100)
+    """A dataclass as YAML that `load` reads back; defaults are written too."""
+    return yaml.safe_dump(plain(instance), sort_keys=False, width=100)
 
 
 def plain(value: Any) -> Any:
     """A dataclass as dictionaries, lists and scalars."""
     if hasattr(type(value), "from_text"):
         return str(value)
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value):
         return {entry.name: plain(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     return value
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Place in a file: the path of a key, and the lines of all keys."""
+class _WrongValueError(Exception):
+    """A value that breaks a rule: the path of its key, and the message."""
 
-    file: str
-    key: str
-    lines: Mapping[str, int]
 
-    def inside(self, name: object) -> "_Place":
-        return _Place(self.file, _path(self.key, name), self.lines)
-
-    def error(self, message: str) -> ValueError:
-        line = self.lines.get(self.key)
-        where = self.file if line is None else f"{self.file}:{line}"
-        return ValueError(": ".join(part for part in (where, self.key, message) if part))
-
-    def refuse(self, value: Any, rule: str) -> ValueError:
-        return self.error(f"got {_short(repr(value))}, must be {rule}")
+def _refused(key: str, value: Any, rule: str) -> _WrongValueError:
+    return _WrongValueError(key, f"got {value!r:.100}, must be {rule}")
 
 
 def _path(key: str, name: object) -> str:
     """The path of an entry: its name, or its position in a list."""
     if isinstance(name, int):
         return f"{key}[{name}]"
-    return f"{key}.{_short(name)}" if key else _short(name)
+    return f"{key}.{name}" if key else str(name)
 
 
-def _value(kind: Any, data: Any, place: _Place) -> Any:
+def _value(kind: Any, data: Any, key: str) -> Any:
     """`data` as `kind`: a scalar, a union with None, a literal, a tuple, a mapping, a dataclass."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -124,107 +113,82 @@ def _value(kind: Any, data: Any, place: _Place) -> Any:
     if origin is Annotated:
         inner, rule = arguments
         # The rule says more than the type that it is based on.
-        is_scalar = inner in SCALARS
-        value = _scalar(inner, data, place, rule.text) if is_scalar else _value(inner, data, place)
+        value = _scalar(inner, data, key, rule.text) if inner in SCALARS else data
         if not rule.holds(value):
-            raise place.refuse(data, rule.text)
+            raise _refused(key, data, rule.text)
         return value
     if origin in (Union, types.UnionType):
         # Only `X | None`: a value that could be read in two ways would have no single rule to name.
-        (inner,) = (argument for argument in arguments if argument is not type(None))
-        return None if data is None else _value(inner, data, place)
+        return None if data is None else _value(arguments[0], data, key)
     if origin is Literal:
-        if data not in arguments or isinstance(data, bool):
-            raise place.refuse(data, one_of(data, map(str, arguments)))
+        if data not in arguments:
+            raise _refused(key, data, one_of(data, map(str, arguments)))
         return data
     if origin is tuple:
-        return _tuple(arguments, data, place)
+        if not isinstance(data, list):
+            raise _refused(key, data, "a list")
+        kinds = arguments[:1] * len(data) if arguments[-1] is Ellipsis else arguments
+        if len(kinds) != len(data):
+            raise _refused(key, data, f"a list of {len(kinds)} entries")
+        entries = enumerate(zip(kinds, data, strict=True))
+        return tuple(_value(each, entry, _path(key, place)) for place, (each, entry) in entries)
     if origin is Mapping:
         if not isinstance(data, Mapping):
-            raise place.refuse(data, "a mapping")
-        return {name: _value(arguments[1], data[name], place.inside(name)) for name in data}
+            raise _refused(key, data, "a mapping")
+        return {name: _value(arguments[1], data[name], _path(key, name)) for name in data}
     if hasattr(kind, "from_text"):
         with suppress(ValueError, AttributeError):
             return kind.from_text(data)
-        raise place.refuse(data, kind.RULE)
+        raise _refused(key, data, kind.RULE)
     if is_dataclass(kind):
-        return _dataclass(kind, data, place)
-    return _scalar(kind, data, place, SCALARS[kind])
+        return _dataclass(kind, data, key)
+    return _scalar(kind, data, key, SCALARS[kind])
 
 
-def _scalar(kind: Any, data: Any, place: _Place, rule: str) -> Any:
+def _scalar(kind: Any, data: Any, key: str, rule: str) -> Any:
     if kind is float and type(data) is int:
-        data = float(data)
+        return float(data)
     if type(data) is not kind:
-        raise place.refuse(data, rule)
-    if kind is float and not math.isfinite(data):
-        raise place.refuse(data, "a finite number")
+        raise _refused(key, data, rule)
     return data
 
 
-def _tuple(arguments: tuple[Any, ...], data: Any, place: _Place) -> tuple[Any, ...]:
-    if not isinstance(data, list):
-        raise place.refuse(data, "a list")
-    kinds = arguments[:1] * len(data) if arguments[-1] is Ellipsis else arguments
-    if len(kinds) != len(data):
-        raise place.refuse(data, f"a list of {len(kinds)} entries")
-    return tuple(
-        _value(kind, entry, place.inside(position))
-        for position, (kind, entry) in enumerate(zip(kinds, data, strict=True))
-    )
-
-
-def _dataclass(kind: Any, data: Any, place: _Place) -> Any:
-    hints = _hints(kind)
+def _dataclass(kind: Any, data: Any, key: str) -> Any:
+    hints, entries = get_type_hints(kind, include_extras=True), fields(kind)
+    names = [entry.name for entry in entries]
     if not isinstance(data, Mapping):
-        raise place.refuse(data, f"a mapping with the keys {', '.join(hints)}")
+        raise _refused(key, data, f"a mapping with the keys {', '.join(names)}")
     for name in data:
-        if name not in hints:
-            raise place.inside(name).error(f"unknown key; {advice(name, hints)}")
-    missing = [
-        place.inside(entry.name).key
-        for entry in fields(kind)
-        if entry.default is MISSING and entry.default_factory is MISSING and entry.name not in data
-    ]
+        if name not in names:
+            raise _WrongValueError(_path(key, name), f"unknown key; {advice(name, names)}")
+    required = [each.name for each in entries if each.default is each.default_factory is MISSING]
+    missing = ", ".join(name for name in required if name not in data)
     if missing:
-        raise place.error(f"{', '.join(missing)}: missing, must be given")
-    values = {name: _value(hints[name], data[name], place.inside(name)) for name in data}
+        raise _WrongValueError(_path(key, missing), "missing, must be given")
+    values = {name: _value(hints[name], data[name], _path(key, name)) for name in data}
     try:
         return kind(**values)
     except ValueError as error:
         # A rule across several fields: the class names the field, this adds the path to it.
         name, colon, message = str(error).partition(": ")
-        raise (place.inside(name).error(message) if colon else place.error(name)) from error
+        raise _WrongValueError(_path(key, name) if colon else key, message or name) from None
 
 
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind, include_extras=True)
-    return {entry.name: hints[entry.name] for entry in fields(kind)}
-
-
-def _short(value: object) -> str:
-    """A text in one printable line of about that many characters at most."""
-    text = shown(" ".join(str(value).split()))
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
-
-
-def _read(path: str | Path) -> tuple[Any, dict[str, int]]:
-    """The plain data in a file, and the line of each key by its path."""
+def _read(path: str | Path) -> tuple[Any, yaml.Node | None]:
+    """The plain data in a file, and its YAML node, which knows the lines."""
     loader = _Loader(read_text(path, "YAML"))
     try:
         node = loader.get_single_node()
-        if node is None:
-            return None, {}
-        return loader.construct_document(node), dict(_lines(node, ""))
-    except yaml.MarkedYAMLError as error:
-        where = path if error.problem_mark is None else f"{path}:{error.problem_mark.line + 1}"
-        raise ValueError(f"{where}: is no plain YAML: {_short(error.problem)}") from error
+        return (None if node is None else loader.construct_document(node)), node
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: is no plain YAML: {_short(error)}") from error
+        mark = getattr(error, "problem_mark", None)
+        where = path if mark is None else f"{path}:{mark.line + 1}"
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ValueError(f"{where}: is no plain YAML: {problem}") from error
 
 
-def _lines(node: yaml.Node, key: str) -> Iterator[tuple[str, int]]:
+def _lines(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
+    """The line of each key in a node, by its path."""
     entries: list[tuple[object, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         entries = [(name.value, name, value) for name, value in node.value]
@@ -237,55 +201,29 @@ def _lines(node: yaml.Node, key: str) -> Iterator[tuple[str, int]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML whose meaning cannot surprise.
+    """Reads YAML as its author means it.
 
-    A key that is written twice is refused; YAML would silently take the last one. So is a text that
-    a script or a log cannot hold in one line. 4:00:00 and 010 are texts, and 1e3 is a number; YAML
-    1.1 would take them for 14400, 8 and a text.
+    A key that is written twice is refused, of which YAML takes the last. 4:00:00 and 010 are texts
+    and 1e3 is a number, which YAML 1.1 takes for 14400, 8 and a text.
     """
 
-    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        if isinstance(node.value, str) and not node.value.isprintable():
-            raise _refused(f"got {node.value!r}, must be {PRINTABLE}", node)
-        return super().construct_scalar(node)
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        seen: list[Any] = []
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.value in seen:
-                raise _refused("a key must be a text, written once", key)
-            seen.add(key.value)
+            if key.value in seen:
+                problem = f"the key {key.value} is written twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.append(key.value)
         return super().construct_mapping(node, deep)
 
 
-def _refused(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-
-
 _NUMBERS = {
-    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)",
-    "tag:yaml.org,2002:float": r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
-    r"|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*)$",
+    "tag:yaml.org,2002:float": r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$",
 }
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes a list that holds no list or mapping in one line."""
-
-
-# The dumper quotes a text that looks like a number.
 for _tag, _pattern in _NUMBERS.items():
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, re.compile(rf"({_pattern})$"), [*"-+0123456789."])
-
-
-def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNode:
-    is_flat = all(not isinstance(entry, list | dict) for entry in data)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=is_flat)
-
-
-_Dumper.add_representer(list, _represent_list)
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), [*"-+0123456789."])

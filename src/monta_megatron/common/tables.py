@@ -42,18 +42,16 @@ def tell(command: str, line: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
-    r"""A table as text, without a line break at its end.
-
-    Texts are shown as they are, but for what is not printable: an escape sequence is written out.
+    """A table as text, without a line break at its end.
 
     Args:
         columns: the headings; one that begins with ">" aligns its column right.
         rows: a cell for each column: any object, None for "-".
         title: a line above the table.
     """
-    names = [shown(column.removeprefix(">")) for column in columns]
+    names = [column.removeprefix(">") for column in columns]
     sides = [">" if column.startswith(">") else "<" for column in columns]
-    cells = [["-" if cell is None else shown(cell) for cell in row] for row in rows]
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
     # One space is enough before what aligns right, whose cells hardly ever fill their column.
     lines = [
@@ -64,7 +62,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
         for row in [names, *cells]
     ]
     margin = 1 if sides[0] == ">" else 2
-    return "\n".join(([shown(title)] if title else []) + [line[margin:].rstrip() for line in lines])
+    return "\n".join(([title] if title else []) + [line[margin:].rstrip() for line in lines])
 
 
 SECONDS_BETWEEN_LINES = 5.0

@@ -2,15 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
-
-GB_BYTES = 1e9
-
-
-def bytes_of_gb(number: float | None) -> float | None:
-    """GB as bytes; None, unknown or unlimited, stays None."""
-    return None if number is None else number * GB_BYTES
 
 
 def counted(number: int, noun: str) -> str:
@@ -30,11 +23,6 @@ def size_text(num_bytes: float | None) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def gb_text(num_bytes: float) -> str:
-    """Bytes in GB, in three digits."""
-    return f"{num_bytes / GB_BYTES:.3g} GB"
-
-
 def time_text(time_us: float, beside_us: float = 0.0) -> str:
     """A time in three digits and us, ms or s: the unit of the larger of it and `beside_us`."""
     largest_us = max(time_us, beside_us)
@@ -47,21 +35,15 @@ def time_text(time_us: float, beside_us: float = 0.0) -> str:
 
 # Decimal prefixes, as multiples of G.
 _PREFIXES = {"K": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
-# Gbit/s, Gbps and a mere G, as networks are sold, are bits; GBps would be anybody's guess.
-_RATE = re.compile(r"(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?) *([KMGT])(b/s|B/s|bit/s|bps|)", re.ASCII)
+# Gbit/s and Gbps, as networks are sold, are bits; GBps would be anybody's guess.
+_RATE = re.compile(r"(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?) *([KMGT])(b/s|B/s|bit/s|bps)", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Payload per second, in one direction.
-
-    Attributes:
-        gbytes_per_s: 1e9 bytes per second.
-        is_of_network: its text had no unit ("200G"), which means bits for a network alone.
-    """
+    """Payload in one direction; `gbytes_per_s` counts 1e9 bytes per second."""
 
     gbytes_per_s: float
-    is_of_network: bool = field(default=False, compare=False, repr=False)
 
     RULE: ClassVar[str] = (
         "a rate with its unit, such as 100 Gb/s (b for bits) or 12.5 GB/s (B for bytes); K, M, G "
@@ -74,7 +56,7 @@ class Rate:
 
     @classmethod
     def from_text(cls, text: str) -> "Rate":
-        """Read "100 Gb/s", "100 Gbit/s", "100 Gbps", "100G" or "12.5 GB/s".
+        """Read "100 Gb/s", "100 Gbit/s", "100 Gbps" or "12.5 GB/s".
 
         Raises:
             ValueError: the text is no number above 0 with such a unit.
@@ -83,8 +65,7 @@ class Rate:
         if match is None:
             raise ValueError(f"rate: got {text!r}, must be {cls.RULE}")
         number, prefix, unit = match.groups()
-        gbytes_per_s = float(number) * _PREFIXES[prefix] / (1 if unit == "B/s" else 8)
-        return cls(gbytes_per_s, is_of_network=unit == "")
+        return cls(float(number) * _PREFIXES[prefix] / (1 if unit == "B/s" else 8))
 
     def __str__(self) -> str:
         """The text that `from_text` reads back to an equal rate."""

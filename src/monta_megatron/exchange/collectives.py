@@ -22,15 +22,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
-from monta_megatron.common import torch_private
-from monta_megatron.common.nodes import (
-    check_named_alike,
-    consecutive_nodes,
-    is_named,
-    node_here,
-    number_nodes,
+from monta_megatron.common.nodes import consecutive_nodes, node_here, number_nodes
+from monta_megatron.common.torch_private import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    is_open,
+    is_wrapped,
+    new_named_group,
+    options_of,
+    timeout_of,
 )
-from monta_megatron.common.torch_private import is_open, new_named_group, options_of, timeout_of
 from monta_megatron.core import Layout
 
 # Created here; the other groups are Megatron's.
@@ -59,7 +60,7 @@ class PeerGroup:
     def is_called(self) -> bool:
         """Whether a device bypasses torch's functions and calls the process group directly."""
         is_torchs = dist.all_to_all_single is distributed_c10d.all_to_all_single
-        return is_torchs and not torch_private.is_wrapped(self.process_group)
+        return is_torchs and not is_wrapped(self.process_group)
 
     @cached_property
     def peers(self) -> dict[str, list[int]]:
@@ -82,7 +83,7 @@ def start_all_to_all(
 ) -> dist.Work:
     """Start to send `send[p]` rows to each peer p and receive `receive[p]` rows from it."""
     if output.is_cuda and group.is_called:
-        return torch_private.start_all_to_all(group.process_group, output, input_, receive, send)
+        return group.process_group.alltoall_base(output, input_, receive, send, ALL_TO_ALL)
     work = dist.all_to_all_single(
         output,
         input_,
@@ -106,14 +107,14 @@ def start_all_gather(
     process_group, is_equal = group.process_group, len(set(receive)) == 1
     is_called = output.is_cuda and group.is_called
     if is_equal and is_called:
-        return torch_private.start_all_gather(process_group, output, input_)
+        return process_group._allgather_base(output, input_, ALL_GATHER)
     if is_equal:
         work = dist.all_gather_into_tensor(output, input_, group=process_group, async_op=True)
     elif output.is_cuda:
         # NCCL gathers unequal parts by one broadcast after the other.
         outputs, inputs = list(output.split(receive)), [input_] * group.size
         if is_called:
-            return torch_private.start_all_to_all_of_lists(process_group, outputs, inputs)
+            return process_group.alltoall(outputs, inputs, ALL_TO_ALL)
         work = dist.all_to_all(outputs, inputs, group=process_group, async_op=True)
     else:
         outputs = list(output.split(receive))
@@ -166,16 +167,10 @@ def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> t
     Args:
         group: the ranks of an exchange; all of them call this, unless `ranks_per_node` is given.
         ranks_per_node: number of consecutive ranks on each node; None to ask every rank.
-
-    Raises:
-        ValueError: MONTA_NODE is set on some ranks only.
     """
-    ranks = dist.get_process_group_ranks(group)
     if ranks_per_node is not None:
-        return consecutive_nodes(ranks, ranks_per_node)
-    names, named = zip(*gather_objects((node_here(), is_named()), group), strict=True)
-    check_named_alike(named, ranks)
-    return number_nodes(names)
+        return consecutive_nodes(dist.get_process_group_ranks(group), ranks_per_node)
+    return number_nodes(gather_objects(node_here(), group))
 
 
 def peer_groups(
@@ -260,7 +255,6 @@ def new_local_group(
     return new_named_group(
         ranks,
         name=f"{name}, ranks {members}, made {times} times",
-        description=name,
         timeout=None if like is None else timeout_of(like),
         options=None if like is None else _nccl_options_like(like),
     )

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import BoundProgram, Operation
-from monta_megatron.common.torch_private import result_of, timeout_of
+from monta_megatron.common.torch_private import timeout_of
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.errors import host_waits, last_operations, place_of, versions
 
@@ -88,7 +88,7 @@ class TimeLimit:
         if not self._has_watchdog:
             return
         try:
-            result = result_of(works[-1])
+            result = works[-1].get_future_result()  # type: ignore[attr-defined]
         except RuntimeError:
             self._has_watchdog = False
             return

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args
 
 from monta_megatron.common.first_rank import linger, report
-from monta_megatron.common.launch_order import settle_launch_order
+from monta_megatron.common.launch_order import set_launch_order
 from monta_megatron.common.text import shown
 from monta_megatron.core import Layout
 from monta_megatron.integration.options import (
@@ -123,7 +123,7 @@ def check_config(config: Any) -> None:
         Layout(ep=ep_size, etp=etp_size, num_local_experts=1, rank=0, nodes=one_node),
     )
     # Megatron checks its arguments before it makes a process group.
-    settle_launch_order()
+    set_launch_order()
 
 
 def _with_subclasses(base: type) -> list[Any]:

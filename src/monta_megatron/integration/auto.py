@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from monta_megatron.common.first_rank import print_once
 from monta_megatron.common.rules import hash_of
-from monta_megatron.common.torch_private import is_usable
+from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Choice
 from monta_megatron.exchange.count_messages import MicroBatchCounts, busiest_over_mean
 from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
@@ -225,5 +225,5 @@ def share_chooser(chooser: AutoChooser) -> AutoChooser:
 def _enter_step(optimizer: Any) -> None:
     for chooser in shared_choosers():
         # Layers from before a restart within this process may still exist with closed groups.
-        if is_usable(chooser.group):
+        if is_open(chooser.group):
             chooser.enter_step(optimizer)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from monta_megatron.common.launch_order import settle_launch_order
+from monta_megatron.common.launch_order import set_launch_order
 from monta_megatron.integration.arguments import is_monta, refuse, seen_as_alltoall
 from monta_megatron.integration.ranks import add_layer, reports_for_stage
 
@@ -56,7 +56,7 @@ def build_with_monta(
                 "set moe_token_dispatcher_type to 'monta' instead"
             )
         # `check_config` has not run, which does this before Megatron makes its groups.
-        settle_launch_order()
+        set_launch_order()
     groups = kwargs["pg_collection"] = kwargs.get("pg_collection") or get_default_pg_collection()
     with seen_as_alltoall(config):
         construct(layer, config, *args, **kwargs)

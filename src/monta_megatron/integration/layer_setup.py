@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains.counts import num_counted_blocks
 from monta_megatron.common.first_rank import print_once
-from monta_megatron.common.nodes import check_named_alike, is_named, node_here
-from monta_megatron.common.torch_private import is_usable
+from monta_megatron.common.nodes import is_named, node_here
+from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups
 from monta_megatron.exchange.count_messages import CountMessages
@@ -97,7 +97,7 @@ class LayerSetup:
         Raises:
             ValueError: Megatron's own groups were destroyed.
         """
-        if not is_usable(self.groups["tp_ep"]):
+        if not is_open(self.groups["tp_ep"]):
             raise ValueError(
                 "moe_monta: the process groups that this model was built with were destroyed; "
                 "build it again with those of now"
@@ -132,7 +132,7 @@ def set_up_layer(
         ValueError: the chain cannot run on the layout, or the ranks differ; on all ranks.
     """
     given, group, device = Options.of(config), groups["tp_ep"], device_type()
-    report = print_once if reports_for_stage(group, pg_collection) else _no_report
+    report = print_once if reports_for_stage(group, pg_collection) else lambda line: None
     # Capacity fixes the counts, and none are exchanged; or the rows are permuted in a CUDA graph.
     permuted_only = captures or config.moe_pad_expert_input_to_capacity
     if captures and config.moe_router_padding_for_quantization:
@@ -141,8 +141,11 @@ def set_up_layer(
             "preprocessing: the number of padded rows is known from the counts alone"
         )
 
+    # Where the nodes are taken from, which all ranks have to know alike.
+    named = {"whether MONTA_NODE is set": is_named()}
+
     def set_up() -> LayerSetup:
-        agreed = agreed_config(given, config, groups, permuted_only)
+        agreed = agreed_config(given, config, groups, permuted_only) | named
         hosts, chooser = _agree_in_group(agreed, group)
         nodes, nodes_note = nodes_of_ranks(given, dist.get_process_group_ranks(group), hosts)
         kernels, kernels_note = agreed_kernels(given.kernels, device, group)
@@ -180,11 +183,7 @@ def set_up_layer(
 
     # Exchanges of one training measure the same iterations, so their windows have one length.
     steps = {"moe_monta_tune_steps": given.tune_steps}
-    return on_every_expert_group(set_up, getattr(pg_collection, "expt_dp", None), steps)
-
-
-def _no_report(line: str) -> None:
-    """Report of a rank that does not report for its pipeline stage."""
+    return on_every_expert_group(set_up, getattr(pg_collection, "expt_dp", None), steps | named)
 
 
 def _agree_in_group(
@@ -197,8 +196,7 @@ def _agree_in_group(
         A dropped model's may be gone on some ranks only: then None, and all make a new one.
     """
     chooser, ranks = shared_chooser(group, agreed), dist.get_process_group_ranks(group)
-    facts = gather_objects((agreed, is_named(), node_here(), chooser is not None), group)
-    by_rank, named, hosts, have_chooser = zip(*facts, strict=True)
-    check_named_alike(named, ranks)
+    facts = gather_objects((agreed, node_here(), chooser is not None), group)
+    by_rank, hosts, have_chooser = zip(*facts, strict=True)
     check_same_config(by_rank, ranks)
     return hosts, chooser if all(have_chooser) else None

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from monta_megatron.common.nodes import check_named_alike, consecutive_nodes, is_named, number_nodes
+from monta_megatron.common.nodes import consecutive_nodes, is_named, number_nodes
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.options import Options
 
@@ -77,8 +77,7 @@ def on_every_expert_group(
         agreed: values that all groups have to share.
 
     Raises:
-        ValueError: `set_up` failed here or in another group; or the groups differ in
-            `agreed`, or in whether MONTA_NODE is set.
+        ValueError: `set_up` failed here or in another group; or the groups differ in `agreed`.
     """
     result, problem = None, ""
     try:
@@ -87,12 +86,10 @@ def on_every_expert_group(
         problem = str(error)
     if replicas is not None and dist.get_world_size(replicas) > 1:
         ranks = dist.get_process_group_ranks(replicas)
-        answers = gather_objects((problem, is_named(), agreed), replicas)
-        problems, named, by_rank = zip(*answers, strict=True)
+        problems, by_rank = zip(*gather_objects((problem, agreed), replicas), strict=True)
         for rank, elsewhere in zip(ranks, problems, strict=True):
             problem = problem or (elsewhere and f"{elsewhere} (in the expert group of rank {rank})")
         if not problem:
-            check_named_alike(named, ranks)
             check_same_config(by_rank, ranks)
     if problem:
         raise ValueError(problem)

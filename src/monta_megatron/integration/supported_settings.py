@@ -6,10 +6,11 @@ tests/dist/test_supported_settings.py and test_overlap_experts.py run the settin
 
 import os
 import re
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 from monta_megatron.common import __version__
-from monta_megatron.common.rules import Unsupported
 from monta_megatron.integration.options import etp_size_of
 
 # First supported release, and first unsupported one after it.
@@ -44,6 +45,26 @@ def is_supported(version: str) -> bool:
     return SUPPORTED[0] <= (int(numbers[1]), int(numbers[2])) < SUPPORTED[1]
 
 
+class Unsupported(NamedTuple):
+    """A setting that is not supported.
+
+    Attributes:
+        setting: a field of TransformerConfig.
+        reason: why not, and what to do.
+        condition: holds for a configuration that asks for it; None if the field is true then.
+    """
+
+    setting: str
+    reason: str
+    condition: Callable[[Any], bool] | None = None
+
+    def is_set(self, config: Any) -> bool:
+        """Whether a configuration asks for it."""
+        if self.condition is not None:
+            return self.condition(config)
+        return bool(getattr(config, self.setting, False))
+
+
 def _graphs_whole_exchange(config: Any) -> bool:
     implementation = getattr(config, "cuda_graph_impl", "none")
     if implementation == "none":
@@ -58,10 +79,9 @@ def _graphs_whole_exchange(config: Any) -> bool:
     return whole or not names
 
 
-_QUANTIZES_MESSAGES = (
-    "it quantizes what the NCCL EP backend of the flex dispatcher sends; here rows and gradients "
-    "keep their dtype"
-)
+def _is_not_bf16(name: str, config: Any) -> bool:
+    return getattr(config, name, "bf16") != "bf16"
+
 
 UNSUPPORTED = (
     Unsupported(
@@ -70,15 +90,14 @@ UNSUPPORTED = (
         "name the modules to capture in cuda_graph_modules and leave 'moe' out",
         _graphs_whole_exchange,
     ),
-    Unsupported(
-        "moe_dispatch_fwd_dtype",
-        _QUANTIZES_MESSAGES,
-        lambda config: getattr(config, "moe_dispatch_fwd_dtype", "bf16") != "bf16",
-    ),
-    Unsupported(
-        "moe_combine_bwd_dtype",
-        _QUANTIZES_MESSAGES,
-        lambda config: getattr(config, "moe_combine_bwd_dtype", "bf16") != "bf16",
+    *(
+        Unsupported(
+            name,
+            "it quantizes what the NCCL EP backend of the flex dispatcher sends; here rows and "
+            "gradients keep their dtype",
+            partial(_is_not_bf16, name),
+        )
+        for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
     ),
     Unsupported(
         "overlap_dispatch_backward_with_experts_wgrad",

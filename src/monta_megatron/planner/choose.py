@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
-from monta_megatron.common.units import counted, gb_text
+from monta_megatron.common.units import counted, size_text
 from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
 
@@ -84,7 +84,7 @@ class Planner:
         return choice, (
             f"planned on {self.cluster.name} for up to {counted(tokens, 'token')} per rank: "
             f"{price.total_us:,.0f} us, "
-            f"{reason}; holds up to {gb_text(price.peak_bytes)}"
+            f"{reason}; holds up to {size_text(price.peak_bytes)}"
         )
 
     def candidates(self, tokens: int, most: int) -> dict[Choice, float]:

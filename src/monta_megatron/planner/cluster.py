@@ -15,7 +15,7 @@ from monta_megatron.common.rules import (
     Text,
     require,
 )
-from monta_megatron.common.units import Rate, bytes_of_gb, counted
+from monta_megatron.common.units import Rate, counted
 from monta_megatron.planner.curves import (
     BY_NAME,
     NAMES,
@@ -25,8 +25,6 @@ from monta_megatron.planner.curves import (
     published_curves,
 )
 
-# 800 Gb/s, of the newest interfaces.
-FASTEST_NIC = Rate(100.0)
 # If a cluster has no curve for an operation, this similar operation stands in for it.
 STANDS_IN: dict[PricedOperation, PricedOperation] = {"allgather": "alltoall", "sum": "copy"}
 
@@ -166,35 +164,12 @@ class Cluster:
                 )
         for *_, factor in self.contention:
             require(factor >= 1, "contention", factor, "be a factor >= 1")
-        for name in ("node_link", "memory"):
-            link = getattr(self, name)
-            if link is not None and link.rate is not None:
-                has_unit = not link.rate.is_of_network
-                require(has_unit, f"{name}.rate", link.rate.in_both_units, f"be {Rate.RULE}")
 
     @cached_property
     def links(self) -> dict[Resource, Link]:
         """Published figures by resource."""
         links = {"inter": self.network, "intra": self.node_link, "memory": self.memory}
         return {r: link for r in RESOURCES if (link := links[r]) is not None}
-
-    def check_network(self) -> None:
-        """Refuse rates of the network that are probably bits taken for bytes."""
-        network = self.network
-        if network is None or network.rate is None:
-            return
-        if network.rate.gbytes_per_s > FASTEST_NIC.gbytes_per_s:
-            raise ValueError(
-                f"network: {network.rate.in_both_units} for each interface, must be at most "
-                f"{FASTEST_NIC.in_both_units}; check bits and bytes"
-            )
-        if "intra" in self.resources:
-            share, node_link = self._share_of_network, self.rate_of("intra")
-            if share.gbytes_per_s > node_link.gbytes_per_s:
-                raise ValueError(
-                    f"network: {share.in_both_units} for each rank, must be at most the "
-                    f"{node_link.in_both_units} of the node link; check bits and bytes"
-                )
 
     def with_kernels(self, fused: bool) -> "Cluster":
         """These costs, to price the fused kernels or PyTorch's operations."""
@@ -292,7 +267,7 @@ class Cluster:
     @property
     def memory_bytes_per_rank(self) -> float | None:
         """Bytes that a rank may use, or None where that is not known."""
-        return bytes_of_gb(self.memory_gb_per_rank)
+        return None if self.memory_gb_per_rank is None else self.memory_gb_per_rank * 1e9
 
     def rate_of(self, resource: Resource) -> Rate:
         """The rate of large messages: that of the curve of the most ranks, or of the line."""

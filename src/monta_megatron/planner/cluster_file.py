@@ -39,8 +39,12 @@ import yaml
 
 from monta_megatron.common import presets, strict_yaml
 from monta_megatron.common.rules import require
+from monta_megatron.common.units import Rate
 from monta_megatron.core import Layout
 from monta_megatron.planner.cluster import Cluster
+
+# 800 Gb/s, of the newest interfaces.
+FASTEST_NIC = Rate(100.0)
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -51,10 +55,11 @@ def load_cluster(path: str | Path) -> Cluster:
     """
     path = presets.find("clusters", path)
     cluster = strict_yaml.load(Cluster, path)
-    try:
-        cluster.check_network()
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    rate = None if cluster.network is None else cluster.network.rate
+    if rate is not None:
+        rule = f"be at most {FASTEST_NIC.in_both_units} each; check bits and bytes"
+        holds = rate.gbytes_per_s <= FASTEST_NIC.gbytes_per_s
+        require(holds, f"{path}: network.rate", rate.in_both_units, rule)
     return cluster
 
 

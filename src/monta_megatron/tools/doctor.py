@@ -12,12 +12,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from monta_megatron.common import __version__, presets
+from monta_megatron.common import __version__
 from monta_megatron.common.presets import version_of
 from monta_megatron.common.tables import WIDTH, table
 from monta_megatron.common.text import advice as nearest_of
 
 WITH_TRAINING = "pip install 'megatron-core[training]'"
+INSTALL_TE = "pip install 'transformer-engine[pytorch]'"
 # 0 turns off the loading of all packages that extend torch, or of ours alone.
 AUTOLOAD_VARIABLES = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "MONTA_AUTOLOAD")
 
@@ -66,7 +67,7 @@ def _megatron() -> Iterator[Finding]:
         return
     yield Finding(name, "ok", version)
     yield _optional("megatron.training", WITH_TRAINING)
-    yield _optional("transformer_engine", presets.install("te") if _has_gpu() else None)
+    yield _optional("transformer_engine", INSTALL_TE if _has_gpu() else None)
 
 
 def _optional(module_name: str, advice: str | None) -> Finding:

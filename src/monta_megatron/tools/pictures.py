@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common import presets
-from monta_megatron.common.files import make_folder, write_whole
+from monta_megatron.common.files import write_whole
 
-INSTALL = presets.install("plot")
+INSTALL = "pip install matplotlib"
 
 STOCK_COLOUR, PICK_COLOUR = "#8c8c8c", "#e07b39"
 # Distinguishable for people with red-green colour blindness, too.
@@ -45,13 +44,13 @@ def check_can_plot(folder: str | None) -> None:
         folder: value of --plot, or None where nothing is to be drawn.
 
     Raises:
-        ValueError: matplotlib is not installed, or the folder cannot be made.
+        ValueError: matplotlib is not installed.
     """
     if folder is None:
         return
     if not can_draw():
         raise ValueError(f"--plot: needs matplotlib: {INSTALL}")
-    make_folder(Path(folder), "--plot")
+    Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
@@ -64,7 +63,7 @@ def figure(path: Path, size_inches: tuple[float, float], dpi: int = 150) -> Iter
         dpi: dots per inch.
 
     Raises:
-        ValueError: the file cannot be written.
+        OSError: the file cannot be written.
     """
     import matplotlib
     from matplotlib.figure import Figure

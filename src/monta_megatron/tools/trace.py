@@ -151,7 +151,7 @@ class Trace:
         """Write the file, whole or not at all; its times begin at 0.
 
         Raises:
-            ValueError: it cannot be written.
+            OSError: it cannot be written.
         """
         first_us = min(timeline.start_us for timeline in self.timelines)
         document = {

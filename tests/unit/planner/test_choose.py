@@ -124,7 +124,7 @@ def test_a_given_number_of_chunks_is_kept(
 
 def test_the_pick_says_why(make: Make) -> None:
     start = "planned on H100, 8x InfiniBand NDR for up to 4,096 tokens per rank: 50 us, "
-    end = "; holds up to 1e-07 GB"
+    end = "; holds up to 100 B"
     choice, why = make().pick(4000)
     assert choice == h(2) and why.startswith(f"{start}1.60x as fast as {d(2).name}, the next")
     assert why.endswith(end)

@@ -139,8 +139,6 @@ def test_rows_have_the_latent_size() -> None:
         ({"num_layers": "left out"}, "num-layers: missing"),
         ({"hidden_size": -1}, "hidden-size: got -1, must be an integer >= 1"),
         ({"num_experts": "many"}, "num-experts: got 'many', must be an integer >= 1"),
-        ({"num_experts": 70_000}, "num-experts: got 70000, must be at most 65536"),
-        ({"num_layers": 20_000}, "num-layers: got 20000, must be at most 10000"),
         ({"moe_router_topk": 5}, "moe-router-topk: got 5, must be at most num-experts (4)"),
         ({"moe_layer_freq": "[1]*3"}, "moe-layer-freq: got '[1]*3', must be an integer >= 1, or"),
         ({"moe_layer_freq": "open('x')"}, "moe-layer-freq: got"),

@@ -8,7 +8,6 @@ import yaml
 from clusters import CONFIGS, document, preset
 
 from monta_megatron.cli import main
-from monta_megatron.common.units import bytes_of_gb
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
@@ -39,15 +38,13 @@ def test_what_is_held_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed_gb", "available_gb", "fits"),
-    [(72.0, 80, True), (72.1, 80, False), (900.0, None, True), (None, 80, True)],
+    ("needed_bytes", "available_bytes", "fits"),
+    [(72e9, 80e9, True), (72.1e9, 80e9, False), (900e9, None, True), (None, 80e9, True)],
 )
 def test_a_tenth_of_the_memory_is_left_free(
-    needed_gb: float | None, available_gb: float | None, fits: bool
+    needed_bytes: float | None, available_bytes: float | None, fits: bool
 ) -> None:
-    memory = TrainingMemory(
-        needed_bytes=bytes_of_gb(needed_gb), available_bytes=bytes_of_gb(available_gb)
-    )
+    memory = TrainingMemory(needed_bytes=needed_bytes, available_bytes=available_bytes)
     assert memory.fits is fits and memory.document()["fits"] is fits
     assert ("does not fit" in memory.text) is not fits
 

@@ -8,8 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from monta_megatron.common.text import shown
-from monta_megatron.planner.models.model import MOST_LAYERS, Model, model_of
+from monta_megatron.planner.models.model import Model, model_of
 
 # Parts of a config.json that hold keys of the text model, the outer ones first.
 PARTS = (
@@ -101,8 +100,7 @@ def model_of_config(data: Any, file: str) -> Model:
     """
     family = data.get("model_type") if isinstance(data, Mapping) else None
     if not isinstance(family, str) or not family.strip():
-        got = shown(repr(family)[:60])
-        raise ValueError(f"{file}: model_type: got {got}, must be the name of a family")
+        raise ValueError(f"{file}: model_type: got {family!r:.60}, must be the name of a family")
 
     # Step 1: sizes, by the table.
     flat = dict(data)
@@ -118,7 +116,7 @@ def model_of_config(data: Any, file: str) -> Model:
 
     # Step 2: what follows from several keys.
     num_layers = told.get("num-layers")
-    if type(num_layers) is int and 1 <= num_layers <= MOST_LAYERS:
+    if type(num_layers) is int and num_layers >= 1:
         told |= _moe_layers(flat, num_layers)
     told |= _attention(told) | _router(flat, told)
     shared = _first(flat, NUM_SHARED, file) or int("intermediate_size_mlp" in flat)
@@ -142,11 +140,11 @@ def model_of_config(data: Any, file: str) -> Model:
     values = ", ".join(f"{name} {value}" for name, value in assumed.items())
     notes = [UNTOLD + score, f"not in the config.json, assumed unless given: {values}"]
     if unread:
-        notes.append(f"not read: {', '.join(map(shown, unread))}")
+        notes.append(f"not read: {', '.join(unread)}")
     if isinstance(data.get("vision_config"), Mapping):
         notes.append("the text part alone: vision_config is not counted")
     given = {name: value for name, value in arguments.items() if value is not False}
-    return model_of(given, shown(family[:60]), file, tuple(notes))
+    return model_of(given, family, file, tuple(notes))
 
 
 def _first(flat: Mapping[str, Any], keys: str, file: str) -> Any:

@@ -11,10 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from monta_megatron.common.rules import ArgumentValue, PositiveInt, Rule, Text, is_scalar
+from monta_megatron.common.rules import PositiveInt, Rule, Text
 from monta_megatron.planner.layout import ParallelLayout
 
-VariableValue = Annotated[Any, Rule("a text or a number", is_scalar)]
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _is_argument(value: Any) -> bool:
+    entries = value if isinstance(value, list) and value else [value]
+    return isinstance(value, bool) or all(map(_is_scalar, entries))
+
+
+VariableValue = Annotated[Any, Rule("a text or a number", _is_scalar)]
+# Of Megatron: true is a flag without a value, false leaves the argument out, a list is several
+# values.
+ArgumentValue = Annotated[
+    Any, Rule("a text, a number, true, false, or a list of texts and numbers", _is_argument)
+]
 FolderName = Annotated[
     str,
     Rule(

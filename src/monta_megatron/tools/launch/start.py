@@ -28,7 +28,6 @@ from typing import Any, BinaryIO, Literal
 from monta_megatron.common import launch_order, presets, strict_yaml
 from monta_megatron.common.presets import commit, versions
 from monta_megatron.common.ranks import why_ended
-from monta_megatron.common.text import command_line, quoted
 from monta_megatron.tools.launch.arguments import words_of
 from monta_megatron.tools.launch.prepare import UNRESOLVED, Run, checked, prepare
 
@@ -55,12 +54,12 @@ def run_script(run: Run) -> str:
     }
     # Only a dry run leaves the variable unresolved.
     is_unresolved = config.script.startswith(UNRESOLVED)
-    script = f'"{config.script}"' if is_unresolved else quoted(config.script)
+    script = f'"{config.script}"' if is_unresolved else shlex.quote(config.script)
     options = ("--ranks-per-node", str(layout.ranks_per_node), "--nodes", str(layout.nodes))
     lines = [
         "#!/usr/bin/env bash",
         # sbatch takes a backslash as an escape between quotes too, where bash does not.
-        *(f"#SBATCH {quoted(option)}".replace("\\", "\\\\") for option in sbatch_options(run)),
+        *(f"#SBATCH {shlex.quote(option)}".replace("\\", "\\\\") for option in sbatch_options(run)),
         "#",
         "# Written by `monta launch`. `sbatch run.sh` runs it as a job, `bash run.sh` here or in",
         "# the job of this shell.",
@@ -68,16 +67,16 @@ def run_script(run: Run) -> str:
         *config.setup,
         "set -u",
         "",
-        *(f"export {name}={quoted(value)}" for name, value in environment.items()),
+        *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
         *(NETWORK if layout.nodes > 1 else ()),
-        f"cd {quoted(os.getcwd())}",
+        f"cd {shlex.quote(os.getcwd())}",
         "",
         "arguments=(",
-        *(f"    {command_line(words)}" for words in run.words),
+        *(f"    {shlex.join(words)}" for words in run.words),
         ")",
         "",
         'exec bash "$RUN_DIRECTORY/start.sh" \\',
-        f"    {command_line([*options, *_container_options(run)])} -- \\",
+        f"    {shlex.join([*options, *_container_options(run)])} -- \\",
         f'    {script} "${{arguments[@]}}"',
     ]
     return "\n".join(lines) + "\n"
@@ -123,16 +122,13 @@ def write(run: Run) -> None:
     """Make the run directory: all of it, or nothing.
 
     Raises:
-        ValueError: it cannot be written, or exists by now.
+        OSError: it cannot be written, or exists by now.
     """
-    try:
-        run.directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=run.directory.parent, prefix=".") as temporary:
-            folder = Path(temporary, run.directory.name)
-            _fill(folder, run)
-            folder.rename(run.directory)
-    except OSError as error:
-        raise ValueError(f"{run.directory}: cannot be written: {error.strerror}") from error
+    run.directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=run.directory.parent, prefix=".") as temporary:
+        folder = Path(temporary, run.directory.name)
+        _fill(folder, run)
+        folder.rename(run.directory)
 
 
 def _fill(folder: Path, run: Run) -> None:
@@ -235,7 +231,7 @@ def launch(
     for line in run.lines():
         tell(line)
     if command:
-        tell(f"start: {command_line(command)}")
+        tell(f"start: {shlex.join(command)}")
     report = LaunchReport(run=run, command=command)
     if dry_run:
         return report

@@ -183,6 +183,7 @@ def apply_placement(checkpoint: Path, placement: Placement, out: Path) -> Placed
         out: folder for --load, which must not exist.
 
     Raises:
+        OSError: it cannot be written.
         ValueError: one line; nothing was written.
     """
     source = iteration_folder(checkpoint)
@@ -196,8 +197,6 @@ def apply_placement(checkpoint: Path, placement: Placement, out: Path) -> Placed
         tracked = str(int(iteration)) if iteration.isdecimal() else source.name
         (unfinished / TRACKER).write_text(tracked)
         unfinished.rename(out)
-    except OSError as error:
-        raise ValueError(f"{out}: cannot be written: {error.strerror}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return PlacedCheckpoint(

@@ -94,20 +94,17 @@ def _split(parts: list[RoutingMap]) -> tuple[RoutingMap, RoutingMap]:
 def _read_file(path: Path, model: Model, num_tokens: int) -> dict[int, RoutingMap]:
     """Layer of the stage -> its first `num_tokens` tokens, [N, E]; the rest is not read."""
     rows: dict[int, list[RoutingMap]] = defaultdict(list)
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                # A training that was killed may leave part of a line.
-                if not line.endswith("\n"):
-                    break
-                layer, routing_NE = _read_line(line, model, f"{path}: line {number}")
-                # Layers take turns: where one has enough tokens, so do the others.
-                if layer is not None and sum(map(len, rows[layer])) >= num_tokens:
-                    break
-                if layer is not None:
-                    rows[layer].append(routing_NE)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            # A training that was killed may leave part of a line.
+            if not line.endswith("\n"):
+                break
+            layer, routing_NE = _read_line(line, model, f"{path}: line {number}")
+            # Layers take turns: where one has enough tokens, so do the others.
+            if layer is not None and sum(map(len, rows[layer])) >= num_tokens:
+                break
+            if layer is not None:
+                rows[layer].append(routing_NE)
     return {layer: np.concatenate(parts)[:num_tokens] for layer, parts in rows.items()}
 
 

@@ -94,7 +94,7 @@ def draw(report: TimelineReport, path: Path) -> None:
     """Write the PNG.
 
     Raises:
-        ValueError: the file cannot be written.
+        OSError: the file cannot be written.
     """
     from matplotlib.patches import Patch
 
