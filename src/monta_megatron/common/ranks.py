@@ -99,7 +99,7 @@ def find_this_rank(command: str, environ: MutableMapping[str, str] = os.environ)
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         raise ValueError(
             "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
-            f"--nproc-per-node N -m monta_megatron.cli {command} ..., srun, or monta emulate"
+            f"--nproc-per-node N -m monta_megatron {command} ..., srun, or monta emulate"
         )
     return ThisRank(
         rank=int(environ["RANK"]),
