@@ -63,7 +63,7 @@ CASES = [
     (f"place --trace {CONFIGS} --apply {CONFIGS}", ["--apply", "not allowed with", "--trace"]),
     (f"place --apply {CONFIGS} --placement {MODEL} --out o", ["mixtral", "is no JSON"]),
     ("calibrate", ["--out", "required"]),
-    ("calibrate --out nowhere/c.yaml", ["--out", "nowhere/c.yaml", "folder that exists"]),
+    ("calibrate --out nowhere/c.yaml", ["--out", "nowhere/c.yaml", "folder that can be written"]),
     (f"{CALIBRATE} --budget-seconds nan", ["--budget-seconds", "'nan'", "> 0"]),
     (f"{CALIBRATE} --budget-second=s", ["unrecognized", "did you mean --budget-seconds?"]),
     (f"{CALIBRATE} --nics-per-node 0", ["--nics-per-node", "'0'", ">= 1"]),

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from monta_megatron.cli.parser import only_the_report
-from monta_megatron.common.files import make_folder
 from monta_megatron.common.first_rank import is_first_rank
 from monta_megatron.common.tables import Progress, print_report
 from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
@@ -63,7 +62,7 @@ def run(parsed: argparse.Namespace) -> int:
     def measure() -> int:
         settings = parse_settings(vars(parsed), find_this_rank("bench").world_size)
         if settings.trace is not None and is_first_rank():
-            make_folder(Path(settings.trace).parent, "--trace")
+            Path(settings.trace).parent.mkdir(parents=True, exist_ok=True)
 
         def report_point(cluster: "Cluster | None", progress: Progress) -> "Report":
             from monta_megatron.tools.bench.point import measure_point

@@ -11,6 +11,7 @@ examples:
 """
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -54,8 +55,8 @@ def _run(parsed: argparse.Namespace, begin_s: float) -> int:
     # Step 1: the flags.
     this_rank = find_this_rank("calibrate --out FILE")
     # Only the first rank writes; others may not see that folder.
-    if this_rank.rank == 0 and (not parsed.out.parent.is_dir() or parsed.out.is_dir()):
-        raise ValueError(f"--out: got {parsed.out}, must be a file in a folder that exists")
+    if this_rank.rank == 0 and (parsed.out.is_dir() or not os.access(parsed.out.parent, os.W_OK)):
+        raise ValueError(f"--out: got {parsed.out}, must be a file in a folder that can be written")
     emulated = EmulatedCluster.from_environment()
     nics_per_node, hardware = parsed.nics_per_node, None
     if emulated is not None:
