@@ -79,6 +79,7 @@ class Point(NamedTuple):
 def build_parser(study: Study | None = None, description: str | None = None) -> Parser:
     """The parser of a script with these flags."""
     parser = Parser(description=description or __doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     bench.add_arguments(parser)
     for name, metavar, text in FILES:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)

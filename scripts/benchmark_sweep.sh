@@ -24,7 +24,7 @@ for mbit in ${RATES:-10000 5000 2500 1000 "$calibrated_mbit" 200}; do
     sweep=$docs/sweep_2x4_by_rate.yaml
     [ "$mbit" != "$calibrated_mbit" ] || sweep=$docs/sweep_2x4.yaml
     ratio=$(awk "BEGIN {print $mbit / $calibrated_mbit}")
-    "${PYTHON:-python3}" -m monta_megatron.cli emulate \
+    "${PYTHON:-python3}" -m monta_megatron emulate \
         --nodes 2 --ranks-per-node 4 --inter-mbit "$mbit" -- \
         "$benchmarks/sweep.py" --sweep "$sweep" --out "$out" \
         --cluster "$cluster" --inter-rate-ratio "$ratio" "$@"

@@ -70,7 +70,7 @@ def train(
     launcher = ["-m", "monta_megatron.common.torchrun", "--standalone"]
     launcher += ["--nproc-per-node", str(NODES * RANKS_PER_NODE)]
     if inter_mbit is not None:
-        launcher = ["-m", "monta_megatron.cli", "emulate", "--nodes", str(NODES)]
+        launcher = ["-m", "monta_megatron", "emulate", "--nodes", str(NODES)]
         launcher += ["--ranks-per-node", str(RANKS_PER_NODE), "--inter-mbit", f"{inter_mbit:g}"]
         launcher += ["--"]
     command = [

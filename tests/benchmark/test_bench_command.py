@@ -26,7 +26,7 @@ ROW_FIELDS = {
 }
 
 
-MONTA_BENCH = ("-m", "monta_megatron.cli", "bench")
+MONTA_BENCH = ("-m", "monta_megatron", "bench")
 
 
 def bench(

@@ -32,7 +32,7 @@ def command_of(out: Path, budget_s: float) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", "4"),
-        *("-m", "monta_megatron.cli", "calibrate", "--ranks-per-node", "2", "--nics-per-node", "1"),
+        *("-m", "monta_megatron", "calibrate", "--ranks-per-node", "2", "--nics-per-node", "1"),
         *("--budget-seconds", str(budget_s), "--out", str(out), "--json"),
     ]
 
@@ -140,5 +140,5 @@ def test_outside_of_a_launch_it_says_how_to_start_it(
     monkeypatch.delenv("RANK", raising=False)
     assert main(["calibrate", "--out", "c.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "-m monta_megatron.cli calibrate --out FILE ..., srun, or monta emulate" in line
+    assert "-m monta_megatron calibrate --out FILE ..., srun, or monta emulate" in line
     assert list(tmp_path.iterdir()) == []

@@ -39,7 +39,7 @@ NOT_PRINTED = (
     " node 0, rank 0",
 )
 
-EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron\.cli)"
+EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron)"
 # Pattern of the whole command -> whether it runs here, the test that runs it, or why none does.
 KNOWN: dict[str, bool | str] = {
     r"monta plan --log .*": "tests/unit/planner/test_training_log.py",
@@ -48,8 +48,8 @@ KNOWN: dict[str, bool | str] = {
     r"monta timeline trace\.json": "tests/timeline/test_recorded.py",
     r"monta place --(trace trace|apply \w+) .*": "tests/unit/place/test_place_command.py",
     r"monta launch .* --dry-run": "tests/launch/test_run_configs.py",
-    r"monta launch --config configs/runs/quickstart\.yaml": "tests/launch/test_start.py",
-    r"monta compare --config (configs/runs/quickstart|run)\.yaml": "tests/launch/test_compare.py",
+    r"monta launch configs/runs/quickstart\.yaml": "tests/launch/test_start.py",
+    r"monta compare (configs/runs/quickstart|run)\.yaml": "tests/launch/test_compare.py",
     rf"{EMULATE} calibrate .*": "tests/calibration/test_calibrate_command.py",
     rf"{EMULATE} bench .*": "tests/benchmark/test_bench_command.py",
     r"monta emulate .* -- benchmarks/ablation\.py .*": "tests/benchmark/test_ablation.py",

@@ -63,7 +63,7 @@ def check(words: list[str], moment: Moment, command: str, folder: Path, **enviro
 )
 def test_calibrate(budget: list[str], moment: Moment, tmp_path: Path) -> None:
     torchrun = ["-m", "monta_megatron.common.torchrun", "--standalone", "--nproc-per-node", "2"]
-    words = [*torchrun, "-m", "monta_megatron.cli", *CALIBRATE, *budget]
+    words = [*torchrun, "-m", "monta_megatron", *CALIBRATE, *budget]
     check(words, moment, "calibrate", tmp_path, MONTA_CPU_RANKS="1")
 
 

@@ -17,7 +17,7 @@ from interrupts import marked, network_names, started, wait_for
 from monta_megatron.emulation import emulator
 
 PROGRAMS = programs.__file__
-MONTA = [sys.executable, "-m", "monta_megatron.cli"]
+MONTA = [sys.executable, "-m", "monta_megatron"]
 TIME_LIMIT_SECONDS = 240
 
 MBIT = 200

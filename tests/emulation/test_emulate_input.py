@@ -24,18 +24,18 @@ def changed(name: str, value: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (changed("--nodes", "1"), ["--nodes", "got 1", "from 2"]),
-        (changed("--ranks-per-node", "0"), ["--ranks-per-node", "got 0", "from 1 to 200"]),
-        (changed("--nodes", "201"), ["--nodes", "got 201", "from 2 to 200"]),
-        (changed("--inter-mbit", "0"), ["--inter-mbit", "got 0", "from 1 to 100000"]),
-        (changed("--inter-mbit", "nan"), ["--inter-mbit", "got nan", "from 1"]),
-        ([*GOOD, "--", "-m"], ["CMD", "'-m'", "module"]),
+        (changed("--nodes", "1"), ["--nodes", "got '1'", ">= 2"]),
+        (changed("--ranks-per-node", "0"), ["--ranks-per-node", "got '0'", ">= 1"]),
+        (changed("--nodes", "201"), ["--nodes", "got 201 of 2", "of 400 ranks"]),
+        (changed("--inter-mbit", "0"), ["--inter-mbit", "got '0'", "> 0"]),
+        (changed("--inter-mbit", "nan"), ["--inter-mbit", "got 'nan'", "> 0"]),
+        ([*GOOD, "--", "-m"], ["CMD", "'-m'", "finds"]),
         ([*GOOD, "--", "absent.py"], ["CMD", "'absent.py'", "exists"]),
         ([*GOOD, "--", "-m", "absent.module"], ["CMD", "-m absent.module", "finds"]),
-        ([*GOOD, "-m", "monta_megatron", "bench"], ["CMD", "`--` is missing", "-- -m monta_meg"]),
-        ([*GOOD, "--", "monta", "bnech"], ["'bnech'", "did you mean bench?"]),
+        ([*GOOD, "-m", "monta_megatron", "bench"], ["-m monta_megatron", "CMD go after --"]),
+        ([*GOOD, "--", "monta", "bnech"], ["'bnech'", "choose from"]),
         ([*GOOD, "--", "monta", *BENCH, "--ep", "3"], ["--ep", "got 3", "divides the 4 ranks"]),
-        ([*GOOD, "--", "bench", "--experts", "8"], ["CMD", "'bench'", "monta COMMAND"]),
+        ([*GOOD, "--", "bench", "--experts", "8"], ["CMD", "'bench --experts'", "monta COMMAND"]),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -59,7 +59,6 @@ def test_bad_input_is_one_line_and_status_2(
     [
         ["monta", *BENCH],
         ["-m", "monta_megatron", *BENCH],
-        ["-m", "monta_megatron.cli", *BENCH],
         ["-m", "json.tool", "--help"],
         ["-m", "beside_me"],
         [__file__, "anything"],
@@ -94,7 +93,7 @@ def test_a_missing_command_is_named_with_its_package(
 def test_root_that_may_not_make_namespaces_is_told_so() -> None:
     without = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
     result = subprocess.run(
-        [*without, sys.executable, "-m", "monta_megatron.cli", "emulate", *GOOD, *CMD],
+        [*without, sys.executable, "-m", "monta_megatron", "emulate", *GOOD, *CMD],
         capture_output=True,
         text=True,
         timeout=60,

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
-COMPARE = [sys.executable, "-m", "monta_megatron.cli", "compare", "--config", "run.yaml"]
+COMPARE = [sys.executable, "-m", "monta_megatron", "compare", "run.yaml"]
 LIMIT_S = 280
 
 pytestmark = [

@@ -199,7 +199,7 @@ def test_run_script(words: str, lines: list[str], not_in: str) -> None:
 
 def test_a_job_that_is_not_requeued_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--dry-run", "--start", "sbatch", "--json", "--", "--load", "false"]
-    assert main(["launch", "--config", MIXTRAL, *words]) == 0
+    assert main(["launch", MIXTRAL, *words]) == 0
     said = capsys.readouterr()
     (note,) = (note for note in json.loads(said.out)["notes"] if "not requeued" in note)
     assert note.endswith("without --load") and f"note: {note}" in said.err
@@ -311,7 +311,7 @@ def test_bad_input_is_one_line_and_status_2(
 ) -> None:
     changes, words, said = BAD[name]
     path = edited(tmp_path, *changes)
-    assert main(["launch", "--config", path, "--", *words.split()]) == 2
+    assert main(["launch", path, "--", *words.split()]) == 2
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     assert len(lines) == 1 and captured.out == ""

@@ -17,7 +17,7 @@ from monta_megatron.tools.plan.request import PlanRequest
 from monta_megatron.tools.plan.training_log import read_training_log
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
-LAUNCH = [sys.executable, "-m", "monta_megatron.cli", "launch"]
+LAUNCH = [sys.executable, "-m", "monta_megatron", "launch"]
 LIMIT_S = 280
 
 needs_megatron = pytest.mark.skipif(
@@ -36,7 +36,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @needs_megatron
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
-    result = launch(tmp_path, "--config", str(CONFIG), "--json", "--", "--train-iters", "4")
+    result = launch(tmp_path, str(CONFIG), "--json", "--", "--train-iters", "4")
     assert result.returncode == 0, result.stderr[-6000:]
     document = json.loads(result.stdout)
     assert document["exit_status"] == 0 and document["arguments_checked"]
@@ -63,7 +63,7 @@ def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
 @needs_megatron
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_what_megatron_refuses_starts_nothing_unless_forced(tmp_path: Path) -> None:
-    words = ["--config", str(CONFIG), "--dry-run"]
+    words = [str(CONFIG), "--dry-run"]
     short = ["--", "--max-position-embeddings", "64"]
     result = launch(tmp_path, *words, *short)
     assert (result.returncode, result.stdout) == (2, "")
@@ -94,7 +94,7 @@ def test_the_last_line_says_why_a_run_failed(tmp_path: Path) -> None:
         data[name] = str((CONFIG.parent / data[name]).resolve())
     data["script"] = "fail.py"
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(data))
-    result = launch(tmp_path, "--config", "run.yaml")
+    result = launch(tmp_path, "run.yaml")
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert last == "monta launch: failed, with exit status 1: ValueError: no data on this rank"

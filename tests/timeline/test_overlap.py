@@ -15,7 +15,7 @@ LIMIT_S = 240
 NAMESPACES = Path("/run/netns")
 # At 200 Mbit/s the AllToAll of a pass takes 160 ms; an AllGather takes 10, through memory.
 COMMAND = (
-    "emulate --nodes 2 --ranks-per-node 2 --inter-mbit 200 -- -m monta_megatron.cli bench "
+    "emulate --nodes 2 --ranks-per-node 2 --inter-mbit 200 -- -m monta_megatron bench "
     "--experts 8 --top-k 2 --hidden 1024 --tokens 512 --tp 2 --repeats 1 --warmup 0 "
     "--phase forward --stock alltoall --chains alltoall_allgather --num-chunks 1,4 --trace"
 )
@@ -57,7 +57,7 @@ def test_the_allgather_runs_under_the_alltoall(tmp_path: Path) -> None:
     if os.geteuid() != 0 and not NAMESPACES.exists():
         pytest.skip(f"monta emulate: {NAMESPACES} has to exist for who is not root")
     path = tmp_path / "trace.json"
-    command = [sys.executable, "-m", "monta_megatron.cli", *COMMAND.split(), str(path)]
+    command = [sys.executable, "-m", "monta_megatron", *COMMAND.split(), str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
     rows = {row.name: row for row in Trace.load(path).timelines}

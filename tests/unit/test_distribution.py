@@ -133,7 +133,7 @@ def test_an_empty_environment_plans(wheel: Path, tmp_path: Path) -> None:
         inputs = ("--model", model, "--cluster", "h100_8x_ndr", "--world-size", "16")
         planned = json.loads(run(monta, "plan", *inputs, "--json", folder=here))
         assert (planned["chain"], len(planned["notes"])) == ("alltoall", 2)
-    launched = run(monta, "launch", "--config", "mixtral_8x7b", "--dry-run", folder=here)
+    launched = run(monta, "launch", "mixtral_8x7b", "--dry-run", folder=here)
     assert "--moe-token-dispatcher-type monta" in launched
     assert list(here.iterdir()) == []
 

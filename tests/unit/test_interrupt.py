@@ -16,7 +16,7 @@ from interrupts import interrupt, started, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
-MONTA = ["-m", "monta_megatron.cli"]
+MONTA = ["-m", "monta_megatron"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *MONTA]
 BENCH = "bench --experts 4 --top-k 2 --hidden 64 --tokens 64 --repeats 100000"
 # A launcher, such as torchrun or srun, whose status is that of its ranks.
@@ -54,6 +54,17 @@ def test_plan(tmp_path: Path, send: Send) -> None:
     assert (tmp_path / "stderr").read_text() == "monta plan: interrupted\n"
     assert (tmp_path / "stdout").read_text() == ""
     assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
+
+
+@pytest.mark.parametrize("module", ["monta_megatron.cli.parser", "numpy", "yaml.reader"])
+def test_plan_while_it_imports(tmp_path: Path, module: str) -> None:
+    words = [*MONTA, "plan", "--model", "qwen3_30b_a3b", "--cluster", "a100_hdr"]
+    with started(["-X", "importtime", *words], tmp_path) as (process, mark):
+        stderr = tmp_path / "stderr"
+        wait_for(process, lambda: f" {module}\n" in stderr.read_text(), stderr)
+        assert interrupt(process, os.kill, mark) == 130
+    lines = [line for line in stderr.read_text().splitlines() if "import time:" not in line]
+    assert lines == ["monta plan: interrupted"]
 
 
 @pytest.mark.parametrize("moment", ["checks of", "repeats"])

@@ -32,7 +32,7 @@ def test_ranks_report_one_after_the_other(
 
 def test_a_mistake_of_all_ranks_is_one_line() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    command = ["--no-python", sys.executable, "-m", "monta_megatron.cli", "bench", "--top-k", "0"]
+    command = ["--no-python", sys.executable, "-m", "monta_megatron", "bench", "--top-k", "0"]
     result = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=60)
     lines = [line for line in result.stderr.splitlines() if line.startswith("monta bench: ")]
     assert lines == ["monta bench: --top-k: got '0', must be an integer >= 1"]

@@ -1,61 +1,55 @@
-"""The `monta` command: one file per sub-command; nothing heavy is imported before it is needed.
+"""The `monta` command: one file per sub-command, whose docstring is its help.
 
 Exit status 0 on success; 2 on bad input, with one line on stderr that names the field, the value
 and the rule; 130 after Ctrl-C. With `--json`, standard output holds one JSON document and nothing
-else.
+else. Imports wait for `main`, before which Ctrl-C shows Python's traceback.
 """
 
-import argparse
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from typing import TYPE_CHECKING
 
-from monta_megatron.common import __version__, first_rank
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+    from types import FrameType
 
 COMMANDS = (
-    "bench",
-    "calibrate",
-    "compare",
-    "doctor",
-    "emulate",
-    "launch",
-    "place",
-    "plan",
-    "timeline",
+    *("plan", "calibrate", "bench", "compare", "launch"),
+    *("timeline", "place", "emulate", "doctor"),
 )
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.
 INTERRUPTED, UNREAD = 130, 141
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> "ArgumentParser":
     """The parser of `monta` with all sub-commands."""
+    from importlib import import_module
+
     from monta_megatron.cli.parser import Parser
+    from monta_megatron.common import __version__
 
     parser = Parser(prog="monta", description="Expert-parallel token dispatch for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"monta-megatron {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
-        import_module(f"monta_megatron.cli.{name}").add_parser(commands)
-    # It checks a command of ours with it.
-    commands.choices["emulate"].set_defaults(parser=parser)
+        module = import_module(f"monta_megatron.cli.{name}")
+        text = module.__doc__ or name
+        command = commands.add_parser(name, help=text.partition("\n")[0], description=text)
+        command.add_argument("--json", action="store_true", help="print one JSON document")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, check=getattr(module, "check", None))
     return parser
 
 
-def sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def sub_parsers(parser: "ArgumentParser") -> dict[str, "ArgumentParser"]:
     """The parsers of the sub-commands of `build_parser()` by name."""
-    return next(
-        dict(action.choices)
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
+    return next(dict(each.choices or {}) for each in parser._actions if each.dest == "command")
 
 
-def main(
-    arguments: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None
-) -> int:
+def main(arguments: Sequence[str] | None = None, parser: "ArgumentParser | None" = None) -> int:
     """Run one sub-command; returns the exit status.
 
     Args:
@@ -64,24 +58,52 @@ def main(
     """
     words = sys.argv[1:] if arguments is None else arguments
     command = " ".join(["monta", *words[:1]])
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+
+    def interrupt(number: int, frame: "FrameType | None") -> None:
+        # An import may lose the exception, or make it an ImportError.
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                if is_first_rank:
+                    os.write(2, f"{command}: interrupted\n".encode())
+                os._exit(INTERRUPTED)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    handler_before = signal.getsignal(signal.SIGINT)
+    # A background job of a shell ignores it.
+    if handler_before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
-        parsed = (parser or build_parser()).parse_args(words)
-        command = f"monta {parsed.command}"
+        from monta_megatron.common import first_rank
+
         try:
-            status, mistake = int(parsed.run(parsed)), None
-        except ValueError as error:
-            status, mistake = 2, error
-        sys.stdout.flush()
-        if mistake is not None:
-            first_rank.report(f"{command}: {mistake}")
-        return status
+            parsed = (parser or build_parser()).parse_args(words)
+            command = f"monta {parsed.command}"
+            return int(parsed.run(parsed))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except ValueError as error:
+        first_rank.report(f"{command}: {error}")
+        return 2
+    except OSError as error:
+        # What is left in the buffer goes nowhere.
+        if sys.stdout is sys.__stdout__:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # The reader has closed the pipe, as in `monta plan ... | head`.
+        if isinstance(error, BrokenPipeError):
+            return UNREAD
+        first_rank.report(f"{command}: {error}")
+        return 2
     except KeyboardInterrupt:
         # A launcher passes on what has reached this process already.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if first_rank.is_first_rank():
+        if is_first_rank:
             print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has closed the pipe, as in `monta plan ... | head`: the rest goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            # The end of Python would show a traceback.
+            handler = signal.SIG_DFL if arguments is None else handler_before
+            signal.signal(signal.SIGINT, handler)

@@ -1,15 +1,26 @@
-"""`monta bench`: stock dispatchers and our chains in one run, checked first, timed side by side."""
+"""Time stock dispatchers and our chains, side by side.
+
+Check our chains against Megatron's dispatchers, then time all of them in one run: one process per
+rank, under torchrun, srun or monta emulate.
+
+examples, on 4 CPU ranks that stand for 2 nodes:
+  MONTA_CPU_RANKS=1 torchrun --nproc-per-node 4 -m monta_megatron bench \\
+      --experts 16 --top-k 4 --hidden 256 --tokens 512 --ranks-per-node 2
+  monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
+      monta bench --experts 64 --top-k 8 --hidden 1024 --tokens 512 --json
+many points and their tables: benchmarks/sweep.py in the repository
+"""
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from monta_megatron.cli.parser import add_json, only_the_report
+from monta_megatron.cli.parser import only_the_report
 from monta_megatron.common.first_rank import is_first_rank
 from monta_megatron.common.tables import Progress, print_report
-from monta_megatron.tools.bench.settings import FLAGS, Flag, Settings, parse_settings
+from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
 
 if TYPE_CHECKING:
     from monta_megatron.planner.cluster import Cluster
@@ -17,47 +28,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EXAMPLE = """\
-examples, on 4 CPU ranks that stand for 2 nodes:
-  MONTA_CPU_RANKS=1 torchrun --nproc-per-node 4 -m monta_megatron.cli bench \\
-      --experts 16 --top-k 4 --hidden 256 --tokens 512 --ranks-per-node 2
-  monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
-      -m monta_megatron.cli bench --experts 64 --top-k 8 \\
-      --hidden 1024 --tokens 512 --json
-many points and their tables: benchmarks/sweep.py in the repository
-"""
-
-
-def add_parser(commands: Any) -> None:
-    """Add the sub-command to `monta`."""
-    parser = commands.add_parser(
-        "bench",
-        help="time stock dispatchers and our chains, side by side",
-        description="Check our chains against Megatron's dispatchers, then time all of them in one "
-        "run: one process per rank, under torchrun, srun or monta emulate.",
-        epilog=EXAMPLE,
-    )
-    add_arguments(parser)
-    parser.set_defaults(run=run, check=check)
-
-
-def add_flags(parser: Any, flags: Mapping[str, Flag]) -> None:
-    """Add flags to a parser, or to a group of one; their values stay texts."""
-    for name, flag in flags.items():
-        default = "" if flag.default is None else f" (default: {flag.default})"
-        parser.add_argument(f"--{name}", help=flag.help + default)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add all flags of a benchmark."""
-    add_flags(parser, FLAGS)
+    """Add all flags of a benchmark; those of `FLAGS` stay texts."""
+    for name, flag in FLAGS.items():
+        default = "" if flag.default is None else f" (default: {flag.default})"
+        parser.add_argument(f"--{name}", help=flag.help + default)
     parser.add_argument("--layer", action="store_true", help="time the layer with its experts too")
     parser.add_argument(
         "--overlap-experts",
         action="store_true",
         help="with --layer: time it with the experts inside the pipeline too",
     )
-    add_json(parser)
 
 
 def check(parsed: argparse.Namespace, world_size: int) -> None:

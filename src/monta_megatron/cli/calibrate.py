@@ -1,55 +1,41 @@
-"""`monta calibrate`: measure the content of a cluster file, one process per rank."""
+"""Measure a cluster file for plan and bench.
+
+Measure collectives, copies and pairs of them, and write the cluster file by which the planner
+chooses: one process per rank, under torchrun, srun or monta emulate.
+
+examples:
+  torchrun --nnodes 2 --nproc-per-node 8 ... \\
+      -m monta_megatron calibrate --nics-per-node 8 --out cluster.yaml
+  monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
+      monta calibrate --out cluster.yaml
+"""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.cli.parser import add_json, only_the_report
+from monta_megatron.cli.parser import only_the_report
 from monta_megatron.common.flags import positive, whole
 from monta_megatron.common.tables import Progress, print_report, tell
 
-EXAMPLE = """\
-examples:
-  torchrun --nnodes 2 --nproc-per-node 8 ... \\
-      -m monta_megatron.cli calibrate --nics-per-node 8 --out cluster.yaml
-  monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
-      -m monta_megatron.cli calibrate --out cluster.yaml
-"""
 
-
-def add_parser(commands: Any) -> None:
-    """Add the sub-command to `monta`."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="measure a cluster file for plan and bench",
-        description="Measure collectives, copies and pairs of them, and write the cluster file by "
-        "which the planner chooses: one process per rank, under torchrun, srun or monta emulate.",
-        epilog=EXAMPLE,
-    )
-    parser.add_argument("--out", metavar="FILE", help="the cluster file to write")
+def add_arguments(parser: Any) -> None:
+    """Add all flags."""
+    parser.add_argument("--out", type=Path, required=True, help="the cluster file to write")
     parser.add_argument(
-        "--budget-seconds",
-        metavar="X",
-        type=positive,
-        default=60.0,
-        help="time for everything (default: %(default)g); the smallest sizes are always measured",
+        "--budget-seconds", type=positive, default=60.0, help="for all but the smallest sizes"
     )
     parser.add_argument(
         "--ranks-per-node",
-        metavar="N",
         type=whole(1),
-        help="ranks joined by the node link (default: what the launcher says)",
+        help="ranks joined by the node link, if not the launcher's",
     )
     parser.add_argument(
-        "--nics-per-node",
-        metavar="N",
-        type=whole(1),
-        help="network interfaces that they share; has to be given where there are several nodes",
+        "--nics-per-node", type=whole(1), help="interfaces that they share; needed on several nodes"
     )
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -62,19 +48,15 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _run(parsed: argparse.Namespace, begin_s: float) -> int:
     from monta_megatron.common.files import write_whole
-    from monta_megatron.common.first_rank import is_first_rank
     from monta_megatron.common.ranks import find_this_rank
     from monta_megatron.emulation.cluster import EmulatedCluster
     from monta_megatron.planner.cluster_file import dump_cluster
 
-    # Step 1: what the flags say.
-    if parsed.out is None:
-        raise ValueError("--out: not given, must be the file to write")
-    out = Path(parsed.out)
-    # Only the first rank writes; others may not see that folder.
-    if is_first_rank() and (not out.parent.is_dir() or out.is_dir()):
-        raise ValueError(f"--out: got {out}, must be a file in a folder that exists")
+    # Step 1: the flags.
     this_rank = find_this_rank("calibrate --out FILE")
+    # Only the first rank writes; others may not see that folder.
+    if this_rank.rank == 0 and (parsed.out.is_dir() or not os.access(parsed.out.parent, os.W_OK)):
+        raise ValueError(f"--out: got {parsed.out}, must be a file in a folder that can be written")
     emulated = EmulatedCluster.from_environment()
     nics_per_node, hardware = parsed.nics_per_node, None
     if emulated is not None:
@@ -99,9 +81,9 @@ def _run(parsed: argparse.Namespace, begin_s: float) -> int:
         return 0
 
     # Step 3: write and report.
-    write_whole(out, dump_cluster(report.cluster))
+    write_whole(parsed.out, dump_cluster(report.cluster))
     if parsed.json:
         print(report.text(), file=sys.stderr)
     print_report(report, parsed.json)
-    tell("calibrate", f"wrote {out}")
+    tell("calibrate", f"wrote {parsed.out}")
     return 0

@@ -1,10 +1,10 @@
-"""The flags of `plan` and `timeline` that make a plan's request: model, cluster, layout, tokens."""
+"""Flags that `plan` and `timeline` share: model, cluster, layout, tokens, a chain; flags apart."""
 
 import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.common.flags import num_tokens, whole
+from monta_megatron.common.flags import name_of, num_tokens, whole
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanRequest
@@ -17,8 +17,7 @@ FILES = {
 # Flag -> how its value is read, and help.
 FLAGS = {
     "world-size": (whole(1), "all ranks (default: those of the cluster)"),
-    "nodes": (whole(1), "hosts, as --world-size in its other form"),
-    "ranks-per-node": (whole(1), "that the job uses of a host, with --nodes"),
+    "ranks-per-node": (whole(1), "that the job uses of a node, or host (default: all)"),
     "tp": (whole(1), "tensor parallel size, with sequence parallelism"),
     "ep": (whole(1), "expert parallel size"),
     "etp": (whole(1), "expert tensor parallel size"),
@@ -31,48 +30,48 @@ FLAGS = {
 }
 
 
-def add_arguments(parser: Any, flags: Iterable[str] = FLAGS) -> None:
-    """Add the flags for the files, and some of `FLAGS`."""
+def add_arguments(parser: Any, flags: Iterable[str], chain_help: str) -> None:
+    """Add the flags for the files, some of `FLAGS`, and --chain."""
     for name, text in FILES.items():
         parser.add_argument(f"--{name}", metavar="FILE", help=text)
     for name in flags:
         read, text = FLAGS[name]
         parser.add_argument(f"--{name}", metavar="N", type=read, help=text)
+    parser.add_argument("--chain", metavar="NAME", type=name_of(_chains), help=chain_help)
 
 
-def request_of(parsed: argparse.Namespace, **settings: Any) -> "PlanRequest":
-    """The request that the flags make.
+def _chains() -> Iterable[str]:
+    from monta_megatron.chains import CHAINS
 
-    Args:
-        parsed: flags of `add_arguments`.
-        settings: more fields of the request.
+    return CHAINS
 
-    Raises:
-        ValueError: flags do not agree.
-    """
+
+def request_of(parsed: argparse.Namespace) -> "PlanRequest":
+    """The request that the flags make."""
     from monta_megatron.tools.plan.request import PlanRequest
 
-    given = {
-        name.replace("-", "_"): getattr(parsed, name.replace("-", "_"), None) for name in FLAGS
-    }
-    hosts, on_host = given.pop("nodes"), given["ranks_per_node"]
-    if hosts is None and on_host is not None:
-        raise ValueError(f"--ranks-per-node: got {on_host}, must be with --nodes")
-    if hosts is not None:
-        ranks = hosts * (on_host or _ranks_per_host(parsed.cluster))
-        if given["world_size"] not in (None, ranks):
-            raise ValueError(
-                f"--world-size: got {given['world_size']}, must be {ranks}, the ranks of --nodes "
-                f"{hosts}, or be left out"
-            )
-        given["world_size"] = ranks
-    sizes = {name: value for name, value in given.items() if value is not None}
-    # A log takes the model's place.
-    return PlanRequest(model=parsed.model or "", cluster=parsed.cluster, **sizes, **settings)
+    names = ("model", "cluster", *(name.replace("-", "_") for name in FLAGS))
+    return PlanRequest(**{name: getattr(parsed, name, None) for name in names})
 
 
-def _ranks_per_host(cluster: str) -> int:
-    from monta_megatron.planner.cluster_file import load_cluster
+def check_given(
+    parsed: argparse.Namespace, needed: Iterable[str], others: Iterable[str], way: str
+) -> None:
+    """Check flags that depend on the way a command is used.
 
-    loaded = load_cluster(cluster)
-    return loaded.ranks_per_host or loaded.ranks_per_node
+    Args:
+        parsed: the flags.
+        needed: must be given.
+        others: must be left out.
+        way: for the message, such as "with --log".
+
+    Raises:
+        ValueError: one is missing, or should be.
+    """
+    for name in needed:
+        if getattr(parsed, name.replace("-", "_")) is None:
+            raise ValueError(f"--{name}: not given, must be {way}")
+    for name in others:
+        value = getattr(parsed, name.replace("-", "_"))
+        if value not in (None, False):
+            raise ValueError(f"--{name}: got {value}, must be left out {way}")

@@ -92,15 +92,26 @@ class IterationShare:
 
     Attributes:
         iteration_ms: measured.
+        ran: the dispatcher of Megatron that ran.
         exchange_share: of the iteration; None where what ran has no price.
         saved_share: what the choice saves of the iteration; below 0 where it is slower.
-        text: both in a sentence.
     """
 
     iteration_ms: float
-    exchange_share: float | None
-    saved_share: float | None
-    text: str
+    ran: str
+    exchange_share: float | None = None
+    saved_share: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Both in a sentence."""
+        text = f"{self.iteration_ms:,.0f} ms by {self.ran}, "
+        if self.exchange_share is None:
+            return f"{text}whose exchange has no price here; `monta compare` measures it"
+        text += f"of which the exchange takes {self.exchange_share:.0%} (predicted)"
+        if self.exchange_share > 1:
+            return f"{text}: the costs of this cluster are not those of the run"
+        return f"{text}; this choice saves {self.saved_share:.0%} of it"
 
 
 def share_of(
@@ -121,15 +132,8 @@ def share_of(
     times = benefit.per_iteration
     rule = "be beside --global-batch-size, which says how many exchanges an iteration has"
     require(times is not None, "--iteration-ms", f"{iteration_ms:g}", rule)
-    text = f"{iteration_ms:,.0f} ms by {ran}, "
     if ran_us is None or times is None:
-        text += "whose exchange has no price here; `monta compare` measures it"
-        return IterationShare(iteration_ms, None, None, text)
-    exchange_share = ran_us * times / 1e3 / iteration_ms
-    saved_share = (ran_us - benefit.chosen_us) * times / 1e3 / iteration_ms
-    text += f"of which the exchange takes {exchange_share:.0%} (predicted)"
-    if exchange_share > 1:
-        text += ": the costs of this cluster are not those of the run"
-    else:
-        text += f"; this choice saves {saved_share:.0%} of it"
-    return IterationShare(iteration_ms, exchange_share, saved_share, text)
+        return IterationShare(iteration_ms, ran)
+    of_iteration = times / 1e3 / iteration_ms
+    saved_us = ran_us - benefit.chosen_us
+    return IterationShare(iteration_ms, ran, ran_us * of_iteration, saved_us * of_iteration)

@@ -23,6 +23,9 @@ from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
 from monta_megatron.planner.models.model import HYBRID_PATTERNS, Model, Reader
 from monta_megatron.planner.routing import UniformRouting
 
+# An index of rows has 32 bits.
+MOST_TOKENS = 2**31 - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
@@ -95,6 +98,17 @@ class ParallelLayout:
         """Tokens that one rank brings to an exchange."""
         return model.seq_length * model.micro_batch_size // (self.tp * self.cp)
 
+    def num_micro_batches(self, model: Model, global_batch_size: int) -> int:
+        """Micro-batches of an iteration.
+
+        Raises:
+            ValueError: they do not share its sequences evenly.
+        """
+        size = model.micro_batch_size * self.dp
+        rule = f"be a multiple of {size}, the sequences of a micro-batch on all data parallel ranks"
+        require(global_batch_size % size == 0, "--global-batch-size", global_batch_size, rule)
+        return global_batch_size // size
+
 
 def exchange_of(layout: ParallelLayout, num_experts: int, ranks_per_node: int) -> Layout:
     """The exchange of a layout that lies on the most nodes, as its first rank sees it.
@@ -162,6 +176,7 @@ def shape_of_layout(
 ) -> Shape:
     """The exchange of a layout; without tokens, those that follow from the model's batch."""
     tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
+    require(tokens <= MOST_TOKENS, "tokens", tokens, f"be at most {MOST_TOKENS:,} on a rank")
     return shape_of_model(model, exchange_of(layout, model.num_experts, ranks_per_node), tokens)
 
 

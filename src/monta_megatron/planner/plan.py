@@ -112,11 +112,15 @@ class Plan:
                 best.setdefault(entry.chain, entry)
         return best
 
+    def time_us(self, chain: str) -> float | None:
+        """Time of a chain in its best number of chunks; None where it has no price."""
+        entry = self.best.get(chain)
+        return None if entry is None else entry.predicted_us
+
     @property
     def stock_us(self) -> float | None:
         """Time of plain `alltoall`; None where it was not priced."""
-        stock = self.best.get("alltoall")
-        return None if stock is None else stock.predicted_us
+        return self.time_us("alltoall")
 
     @property
     def benefit(self) -> Benefit | None:

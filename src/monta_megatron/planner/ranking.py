@@ -47,11 +47,10 @@ class RankedLayout(ParallelLayout):
 def rank_layouts(
     model: Model,
     cluster: Cluster,
-    *,
     world_size: int,
+    tokens: int | None,
     cp: int = 1,
     pp: int | None = None,
-    tokens: int | None = None,
 ) -> list[RankedLayout]:
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
 
@@ -63,8 +62,8 @@ def rank_layouts(
         model: the trained model.
         cluster: the cluster it is trained on.
         world_size, cp: the same for all layouts.
-        pp: pipeline stages; None for as many as it takes.
         tokens: of a rank; None for the model's batch.
+        pp: pipeline stages; None for as many as it takes.
 
     Raises:
         ValueError: no layout fits.

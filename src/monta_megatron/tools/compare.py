@@ -170,7 +170,7 @@ def run_trainings(
         raise ValueError(f"{DISPATCHER}: got it after `--`, must be left out; all are compared")
     directory = free_directory(f"{config.name}-compare", directory)
     start = "torchrun" if config.layout.nodes == 1 else "srun"
-    launch = [sys.executable, "-m", "monta_megatron.cli", "launch", file, "--start", start]
+    launch = [sys.executable, "-m", "monta_megatron", "launch", file, "--start", start]
     launch += ["--force"] if force else []
 
     # Step 2: train. A backend of flex may be installed and not run here.

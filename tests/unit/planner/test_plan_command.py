@@ -130,11 +130,11 @@ def test_a_row_of_a_sweep_is_a_plan(
         (["--ep", "16", "--iteration-ms", "5"], "--iteration-ms: got 5, must be beside --global"),
         (["--sweep", "tp=1,2"], "--sweep: got 'tp=1,2', must be KEY=a,b,c with KEY one of"),
         (["--sweep", "ep=16,48"], "--sweep ep=48: world_size: got"),
-        (["--sweep", "tokens=1"], "--sweep: got tokens, must be with a layout (--ep N)"),
+        (["--sweep", "tokens=1"], "--ep: not given, must be with --sweep"),
         (["--ep", "16", "--out", "{here}"], "--out: got {here}, must not exist"),
         (["--ep", "16", "--sweep", "ep=8", "--out", "x"], "--out: got x, must be left out with"),
         (["--ep", "16", "--log", "x"], "--model: got qwen3_30b_a3b, must be left out with --log"),
-        (["--nodes", "2", "--ranks-per-node", "9", "--ep", "9"], "ranks_per_node: got 9, must be"),
+        (["--ranks-per-node", "9", "--ep", "9"], "ranks_per_node: got 9, must be"),
     ],
 )
 def test_an_impossible_request_is_one_line(
@@ -183,8 +183,8 @@ def test_a_run_file_says_what_was_planned(
     model.write_text(presets.find("models", "qwen3_30b_a3b").read_text())
     for number, sizes in enumerate(
         (
-            ["--nodes", "2", "--ranks-per-node", "64", "--ep", "128"],
-            ["--nodes", "4", "--ranks-per-node", "4", "--ep", "16"],
+            ["--world-size", "128", "--ranks-per-node", "64", "--ep", "128"],
+            ["--world-size", "16", "--ranks-per-node", "4", "--ep", "16"],
         )
     ):
         words = ["plan", "--model", str(model), "--cluster", "gb200_nvl72", *sizes]
@@ -199,12 +199,12 @@ def test_hosts_in_part_are_the_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """4 of the 8 ranks of each of two hosts: two nodes, in every command that takes sizes."""
-    part = document(capsys, *PLAN, "--nodes", "2", "--ranks-per-node", "4", "--ep", "8")
+    part = document(capsys, *PLAN, "--world-size", "8", "--ranks-per-node", "4", "--ep", "8")
     assert part["shape"]["layout"]["nodes"] == [0, 0, 0, 0, 1, 1, 1, 1]
-    single = document(capsys, *PLAN, "--nodes", "4", "--ranks-per-node", "1", "--ep", "4")
+    single = document(capsys, *PLAN, "--world-size", "4", "--ranks-per-node", "1", "--ep", "4")
     assert single["shape"]["layout"]["nodes"] == [0, 1, 2, 3]
     drawn = document(
-        capsys, "timeline", *PLAN[1:], "--nodes", "2", "--ranks-per-node", "4", "--ep", "8",
+        capsys, "timeline", *PLAN[1:], "--world-size", "8", "--ranks-per-node", "4", "--ep", "8",
         "--chain", "hierarchical_alltoall", "--out", str(tmp_path / "picture.png"),
     )  # fmt: skip
     assert "4 of 8 ranks per node" in drawn["title"]
@@ -225,9 +225,9 @@ def test_hosts_in_part_are_the_nodes(
 def test_a_rack_is_one_node_of_many_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     """GB200: hosts of 4 make up a node of 72, of which a job may use 64."""
     rack = ["plan", "--model", "qwen3_30b_a3b", "--cluster", "gb200_nvl72"]
-    whole = document(capsys, *rack, "--nodes", "16", "--ranks-per-node", "4", "--ep", "64")
+    whole = document(capsys, *rack, "--world-size", "64", "--ranks-per-node", "4", "--ep", "64")
     assert set(whole["shape"]["layout"]["nodes"]) == {0}
-    part = document(capsys, *rack, "--nodes", "2", "--ranks-per-node", "64", "--ep", "128")
+    part = document(capsys, *rack, "--world-size", "128", "--ranks-per-node", "64", "--ep", "128")
     assert part["shape"]["layout"]["nodes"] == [0] * 64 + [1] * 64
     with pytest.raises(ValueError, match=r"ranks_per_node: got 2, must be a multiple of 4"):
         load_cluster("gb200_nvl72").of_job(2)

@@ -47,15 +47,14 @@ class PlanReport:
 
     def document(self) -> dict[str, Any]:
         """The JSON document; `docs/plans.md` has its fields."""
-        planned, share = self.planned, strict_yaml.plain(self.share) or {}
-        share.pop("text", None)
+        planned = self.planned
         return {
             **strict_yaml.plain(planned.plan),
             "memory": planned.memory.document(),
             "benefit": planned.benefit and planned.benefit.document(),
             "stock_us": planned.plan.stock_us,
             "layouts": strict_yaml.plain(planned.ranking),
-            **share,
+            **(strict_yaml.plain(self.share) or {}),
         }
 
     def text(self) -> str:

@@ -21,10 +21,6 @@ from monta_megatron.planner.plan import Plan, with_ranges
 from monta_megatron.planner.plan import plan as plan_shape
 from monta_megatron.planner.ranking import RankedLayout, rank_layouts
 
-# An index of rows has 32 bits.
-MOST_TOKENS = 2**31 - 1
-SIZES = ("world_size", "tp", "ep", "etp", "cp", "pp")
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
@@ -62,7 +58,6 @@ class Planned:
     """The plan of a request.
 
     Attributes:
-        request: it.
         model: the trained model, with the batch of the request.
         cluster: the nodes of the job.
         layout: the one that was named, or the first of `ranking`.
@@ -72,7 +67,6 @@ class Planned:
         benefit: over stock, in an iteration; None where stock was not priced.
     """
 
-    request: PlanRequest
     model: Model
     cluster: Cluster
     layout: ParallelLayout
@@ -103,47 +97,44 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
     if not isinstance(cluster, Cluster):
         cluster = load_cluster(cluster).with_kernels(fused=True)
     cluster = cluster.of_job(request.ranks_per_node)
-    sizes: dict[str, Any] = {"world_size": cluster.num_ranks, "cp": 1}
-    sizes |= {name: getattr(request, name) for name in SIZES if getattr(request, name) is not None}
+    world_size = request.world_size or cluster.num_ranks
     rule = f"be at most the {cluster.num_ranks} ranks of {cluster.name} (its num_nodes)"
-    require(sizes["world_size"] <= cluster.num_ranks, "world_size", sizes["world_size"], rule)
+    require(world_size <= cluster.num_ranks, "world_size", world_size, rule)
 
     # Step 2: the layout.
-    ranking = None
-    if not sizes.keys() & {"tp", "ep", "etp"}:
-        ranking = rank_layouts(model, cluster, **sizes, tokens=request.tokens)
-    layout = ranking[0] if ranking else ParallelLayout(**sizes)
-    incompatibility = layout.incompatibility(model)
-    if incompatibility is not None:
-        raise ValueError(incompatibility)
+    names = ("tp", "ep", "etp", "cp", "pp")
+    sizes = {name: size for name in names if (size := getattr(request, name))}
+    layout: ParallelLayout
+    if sizes.keys() & {"tp", "ep", "etp"}:
+        layout, ranking = ParallelLayout(world_size=world_size, **sizes), None
+    else:
+        ranking = rank_layouts(model, cluster, world_size, request.tokens, **sizes)
+        layout = ranking[0]
+    if problem := layout.incompatibility(model):
+        raise ValueError(problem)
 
     # Step 3: the chain.
     shape = shape_of_layout(model, layout, cluster.ranks_per_node, request.tokens)
-    rule = f"be at most {MOST_TOKENS:,} on a rank"
-    require(shape.tokens_per_rank <= MOST_TOKENS, "tokens", shape.tokens_per_rank, rule)
     plan = with_ranges(plan_shape(shape, cluster, **settings), shape, cluster)
-    tokens = shape.tokens_per_rank
-    notes = [*plan.notes, *model.notes]
-    for name, layers in (uneven_stages(model, layout.pp) or {}).items():
-        notes.insert(0, f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}")
+    notes = [
+        f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}"
+        for name, layers in (uneven_stages(model, layout.pp) or {}).items()
+    ]
 
     # Step 4: how often an iteration waits for it.
-    batch, step, number = request.global_batch_size, model.micro_batch_size * layout.dp, None
-    if batch is not None:
-        rule = f"be a multiple of {step}, the sequences of a micro-batch on all data parallel ranks"
-        require(batch % step == 0, "--global-batch-size", batch, rule)
-        number = math.ceil(batch // step * layout.tokens_per_rank(model) / tokens)
-    moe_layers = most_moe_layers(model, layout.pp)
-    benefit = plan.benefit and replace(
-        plan.benefit, num_moe_layers=moe_layers, num_micro_batches=number
-    )
+    benefit, tokens, number = plan.benefit, shape.tokens_per_rank, None
+    if request.global_batch_size is not None:
+        number = layout.num_micro_batches(model, request.global_batch_size)
+        number = math.ceil(number * layout.tokens_per_rank(model) / tokens)
+    if benefit is not None:
+        layers = most_moe_layers(model, layout.pp)
+        benefit = replace(benefit, num_moe_layers=layers, num_micro_batches=number)
     return Planned(
-        request=request,
         model=model,
         cluster=cluster,
         layout=layout,
         ranking=ranking,
-        plan=replace(plan, notes=tuple(notes)),
+        plan=replace(plan, notes=(*notes, *plan.notes, *model.notes)),
         memory=training_memory(model, cluster, layout, tokens),
         benefit=benefit,
     )

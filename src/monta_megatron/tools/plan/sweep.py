@@ -7,8 +7,6 @@ from typing import Any
 from monta_megatron.common.tables import table
 from monta_megatron.tools.plan.request import PlanRequest, plan_request
 
-COLUMNS = ("chain", ">chunks", ">us", ">alltoall us", ">speedup")
-
 
 @dataclass(frozen=True)
 class SweepReport:
@@ -23,12 +21,9 @@ class SweepReport:
 
     def text(self) -> str:
         """A row per value."""
-        texts = ("{}", "{}", "{}", "{:,.0f}", "{:,.0f}", "{:.2f}x")
-        cells = [
-            [text.format(cell) for text, cell in zip(texts, row.values(), strict=True)]
-            for row in self.rows
-        ]
-        return table((f">{self.key}", *COLUMNS), cells)
+        cells = "{value} {chain} {num_chunks} {predicted_us:,.0f} {stock_us:,.0f} {ratio:.2f}x"
+        columns = (f">{self.key}", "chain", ">chunks", ">us", ">alltoall us", ">speedup")
+        return table(columns, [cells.format(**row).split() for row in self.rows])
 
 
 def sweep(request: PlanRequest, key: str, values: Sequence[Any]) -> SweepReport:
@@ -43,15 +38,7 @@ def sweep(request: PlanRequest, key: str, values: Sequence[Any]) -> SweepReport:
             plan = plan_request(replace(request, **{key.replace("-", "_"): value})).plan
         except ValueError as problem:
             raise ValueError(f"--sweep {key}={value}: {problem}") from problem
-        assert plan.stock_us is not None, "plain alltoall can always run"
-        rows.append(
-            {
-                "value": value,
-                "chain": plan.chain,
-                "num_chunks": plan.num_chunks,
-                "predicted_us": plan.predicted_us,
-                "stock_us": plan.stock_us,
-                "ratio": plan.stock_us / plan.predicted_us,
-            }
-        )
+        names = ("chain", "num_chunks", "predicted_us", "stock_us")
+        row = {"value": value, **{name: getattr(plan, name) for name in names}}
+        rows.append({**row, "ratio": row["stock_us"] / row["predicted_us"]})
     return SweepReport(key, rows)

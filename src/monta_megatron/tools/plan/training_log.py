@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from monta_megatron.common.rules import require
 from monta_megatron.planner.models.model import Reader, model_of
 from monta_megatron.tools.launch.arguments import DISPATCHER, PARALLEL_ARGUMENTS
 from monta_megatron.tools.launch.log import ITERATION, TIME_MS, read_log
@@ -43,6 +42,7 @@ SIZES = {
 OTHER_NAMES = {
     "num_moe_experts": "num_experts",
     "gated_linear_unit": "swiglu",
+    "padded_vocab_size": "vocab_size",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
@@ -53,12 +53,10 @@ class TrainingLog:
     """The last start of a training in a log.
 
     Attributes:
-        file: for messages.
         said: values by their names, as texts.
         times_ms: of each iteration, in order; one that was run again counts once.
     """
 
-    file: str
     said: dict[str, str]
     times_ms: list[float]
 
@@ -75,8 +73,6 @@ class TrainingLog:
             arguments["group-query-attention"] = True
         if self.said.get("share_embeddings_and_output_weights", "").lower() == "false":
             arguments["untie-embeddings-and-output-weights"] = True
-        if "padded-vocab-size" in arguments:
-            arguments.setdefault("vocab-size", arguments["padded-vocab-size"])
         return arguments
 
     def request(self, request: PlanRequest) -> PlanRequest:
@@ -85,18 +81,18 @@ class TrainingLog:
         Raises:
             ValueError: the log lacks an argument.
         """
-        read = Reader(self.arguments, self.file)
-        sizes = {name: read.optional(argument) for name, argument in SIZES.items()}
+        read = Reader(self.arguments, "--log")
+        sizes: dict[str, Any] = {
+            name: getattr(request, name) or read.optional(argument)
+            for name, argument in SIZES.items()
+        }
         # Megatron's own defaults.
         sizes["tp"] = sizes["tp"] or 1
         sizes["etp"] = sizes["etp"] or sizes["tp"]
-        changes: dict[str, Any] = {
-            name: size for name, size in sizes.items() if getattr(request, name) is None
-        }
-        rule = "be given, as the log names no world size"
-        require(changes.get("world_size", 0) is not None, "--world-size", None, rule)
-        model = model_of(self.arguments, "the training of the log", self.file)
-        return replace(request, model=model, **changes)
+        if sizes["world_size"] is None:
+            raise ValueError("--world-size: not given, must be, as the log names none")
+        model = model_of(self.arguments, "the training of the log", "--log")
+        return replace(request, model=model, **sizes)
 
     @property
     def iteration_ms(self) -> float:
@@ -116,11 +112,10 @@ def read_training_log(path: Path) -> TrainingLog:
     Raises:
         ValueError: it cannot be read, or holds no timed iteration.
     """
-    file = f"--log: {path}"
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
+        raise ValueError(f"--log: {path}: cannot be read: {error.strerror}") from error
     lines: list[str] = []
     has_iterations = False
     for line in text.splitlines():
@@ -134,10 +129,10 @@ def read_training_log(path: Path) -> TrainingLog:
     times_ms = list(read_log("\n".join(timed)).times_ms.values())
     if not times_ms:
         raise ValueError(
-            f"{file}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, "
+            f"--log: {path}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, "
             "must be the text, not packed, that Megatron-LM or Megatron Bridge printed"
         )
-    return TrainingLog(file, _values(lines), times_ms)
+    return TrainingLog(_values(lines), times_ms)
 
 
 def _values(lines: Iterable[str]) -> dict[str, str]:
