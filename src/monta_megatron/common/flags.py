@@ -1,4 +1,4 @@
-"""Parse the texts of command-line flags: sizes, lists, names of dtypes and routings. No torch."""
+"""Parse the texts of command-line flags: sizes, lists, names of dtypes. No torch."""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -91,8 +91,6 @@ DTYPE_BYTES: dict[str, int] = {
     "bf16": 2,
     "fp16": 2,
 }
-# Of tokens that are drawn: `tools.bench.traffic.routing_map` says how.
-ROUTINGS = ("uniform", "skewed")
 
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
