@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -31,15 +30,12 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from numpy.typing import NDArray
 from sweep import Study, start
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import order_of_issue
-from monta_megatron.common.flags import DTYPE_BYTES
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted
-from monta_megatron.core import Layout
 from monta_megatron.exchange.count_messages import MicroBatchCounts
 from monta_megatron.tools.bench.candidates import (
     Batch,
@@ -52,7 +48,6 @@ from monta_megatron.tools.bench.candidates import (
 from monta_megatron.tools.bench.layer import build_dispatcher
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.traffic import PROBS_BYTES, by_resource
 
 CHAIN = "alltoall_allgather"
 # The number that the paper's published code always uses.
@@ -73,7 +68,7 @@ def build(bench: Bench) -> Bench:
     Raises:
         ValueError: a flag that the steps do not allow.
     """
-    settings, layout, batch = bench.settings, bench.layout, bench.batch
+    settings, batch = bench.settings, bench.batch
     check(settings)
     # ETP = TP, so a tensor parallel group is a run of consecutive ranks, which hold the parts of
     # the same experts.
@@ -90,13 +85,6 @@ def build(bench: Bench) -> Bench:
         dispatcher=whole_group_dispatcher(settings),
         batch=group_batch,
         tokens_here=slice(begin, begin + settings.tokens),
-        traffic=functools.partial(
-            whole_group_traffic,
-            layout,
-            group_batch.routing_map.cpu().numpy(),
-            settings.hidden,
-            DTYPE_BYTES[settings.dtype],
-        ),
     )
     # The last one is the same chain, but no Permute of it overlaps a collective.
     numbers = [*sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks}), FIXED_NUM_CHUNKS]
@@ -181,41 +169,6 @@ def whole_group_dispatcher(settings: Settings) -> Any:
     groups.expt_tp, groups.tp_ep = None, groups.ep
     dispatcher_class = functools.partial(WholeGroupTokenDispatcher, parts_group=parts_group)
     return build_dispatcher(dispatcher_class, settings, groups)
-
-
-def whole_group_traffic(
-    layout: Layout, group_map: NDArray[np.bool_], hidden: int, dtype_bytes: int, backward: bool
-) -> tuple[int, int]:
-    """What Megatron's alltoall dispatcher moves without sequence parallelism, from this rank.
-
-    Every rank sends the permuted tokens of all its tensor parallel group to the parts of the
-    experts on ranks of its own ETP rank (A2A), and the group sums the outputs (AllReduce, counted
-    as a reduction of one share per rank and a gather of the shares). Backward moves the same, and
-    also sums the gradients of the probabilities.
-
-    Args:
-        layout: the exchange, as this rank sees it, where ETP = TP.
-        group_map: [ETP * T, E] routing map of the whole group.
-        hidden: hidden size.
-        dtype_bytes: bytes of one element of a row.
-        backward: count the backward pass too.
-    """
-    ep_rank, etp_rank = divmod(layout.rank, layout.etp)
-    num_experts = group_map.shape[1]
-    num_tokens = len(group_map) // layout.etp
-    passes = 2 if backward else 1
-    num_permuted = group_map.sum(axis=0).reshape(layout.ep, -1).sum(axis=1).tolist()  # [EP]
-    a2a_bytes = passes * (2 * hidden * dtype_bytes + PROBS_BYTES)
-    share_bytes = passes * 2 * num_tokens * hidden * dtype_bytes
-    if backward:
-        share_bytes += 2 * num_tokens * num_experts * PROBS_BYTES
-    hops = [
-        (layout.rank, target * layout.etp + etp_rank, num_rows * a2a_bytes)
-        for target, num_rows in enumerate(num_permuted)
-    ]
-    group = range(ep_rank * layout.etp, (ep_rank + 1) * layout.etp)
-    hops += [(layout.rank, peer, share_bytes) for peer in group]
-    return by_resource(layout, hops)
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

@@ -120,19 +120,19 @@ def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
         results = None if parsed.out is None else Results.open(Path(parsed.out))
 
     def measure(cluster: Cluster | None, progress: Progress) -> list[dict[str, Any]]:
+        from monta_megatron.exchange.collectives import gather_objects
         from monta_megatron.tools.bench.point import measure_point
-        from monta_megatron.tools.joined_ranks import on_first_rank
 
         if cluster is not None:
             cluster = with_inter_rate(cluster, parsed.inter_rate_ratio)
         emulated, ratio = EmulatedCluster.from_environment(), parsed.inter_rate_ratio
-        left = on_first_rank(
-            lambda: [
-                point
-                for point in points
-                if results is None or not results.holds(point.settings, emulated, ratio, study)
-            ]
-        )
+        left_here = [
+            point
+            for point in points
+            if results is None or not results.holds(point.settings, emulated, ratio, study)
+        ]
+        # The first rank's, which alone has read the results.
+        left = gather_objects(left_here)[0]
         if len(left) < len(points):
             progress.phase(f"{len(points) - len(left)} of {len(points)} points kept from before", 0)
         reports = []

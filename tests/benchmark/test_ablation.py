@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from ablation import STUDY, ablation_steps, ablation_text, check, whole_group_traffic
+from ablation import STUDY, ablation_steps, ablation_text, check
 from forked_ranks import ForkedRanks
 from sweep import Results
 from test_bench_command import SMALL, bench
-from test_bench_numbers import BASE, DTYPE_BYTES, HIDDEN, SPLIT, routing_map, row
+from test_bench_numbers import BASE, row
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.tools.bench.settings import Settings, parse_settings
@@ -50,17 +50,6 @@ def test_flags_that_the_steps_do_not_allow(flags: dict[str, str], message: str) 
     with pytest.raises(ValueError) as error:
         check(parse_settings({**BASE, **flags}, world_size=4))
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_whole_group_bytes() -> None:
-    # Two tokens of the group: one permuted token stays on EP rank 0, two go to rank 2. The group of
-    # two adds up outputs: one token's row of 16 bytes to the peer, and one sum back.
-    chosen = routing_map((0, 4), (4,))
-    forward = whole_group_traffic(SPLIT, chosen, HIDDEN, DTYPE_BYTES, False)
-    assert forward == (72, 32)
-    # Backward adds up the gradients of one token's 8 probabilities, too.
-    both = whole_group_traffic(SPLIT, chosen, HIDDEN, DTYPE_BYTES, True)
-    assert both == (144, 2 * 32 + 2 * 32)
 
 
 def test_ablation_steps_by_hand() -> None:

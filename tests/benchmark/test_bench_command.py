@@ -13,7 +13,7 @@ from forked_ranks import ForkedRanks
 from monta_megatron.chains import CHAINS
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
-SMALL = "--experts 8 --top-k 3 --hidden 32 --tokens 40 --repeats 2 --warmup 1 --ranks-per-node 2"
+SMALL = "--experts 8 --top-k 3 --hidden 32 --tokens 40 --repeats 2 --ranks-per-node 2"
 # Scripts rely on these names.
 ROW_FIELDS = {
     **dict.fromkeys(("dispatcher", "chain", "scope", "phase", "routing"), str),

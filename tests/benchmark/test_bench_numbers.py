@@ -1,106 +1,95 @@
 """The computations behind `monta bench`, against numbers worked by hand."""
 
 import dataclasses
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
-from monta_megatron.common import strict_yaml
 from monta_megatron.common.first_rank import is_first_rank
 from monta_megatron.common.ranks import find_this_rank
 from monta_megatron.core import Layout
-from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import plan
-from monta_megatron.tools.bench import traffic
+from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.tools import stock_collectives
+from monta_megatron.tools.bench.candidates import draw_experts
+from monta_megatron.tools.bench.measure import rows_that_cross
 from monta_megatron.tools.bench.report import Report, Row
 from monta_megatron.tools.bench.settings import parse_settings
 
-CLUSTER = Path(__file__).parents[2] / "configs/clusters/a800_2x8_ib200.yaml"
-MODEL = Path(__file__).parents[2] / "configs/models/mixtral_8x7b.yaml"
-# Two nodes of two ranks, eight experts; rows of 4 values of 4 bytes, so a permuted token costs 16
-# + 4 bytes there and 16 back.
+# Two nodes of two ranks, eight experts.
 FLAT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
 SPLIT = Layout(ep=2, etp=2, num_local_experts=4, rank=0, nodes=(0, 0, 1, 1))
-HIDDEN, DTYPE_BYTES = 4, 4
 
 
-def routing_map(*tokens: tuple[int, ...]) -> np.ndarray:
+def routing_map(*tokens: tuple[int, ...]) -> torch.Tensor:
     """[T, 8] from the experts of each token."""
-    chosen = np.zeros((len(tokens), 8), dtype=np.bool_)
+    chosen = torch.zeros(len(tokens), 8, dtype=torch.bool)
     for token, experts in enumerate(tokens):
         chosen[token, list(experts)] = True
     return chosen
 
 
-def test_stock_alltoall_bytes() -> None:
-    # One permuted token stays, one goes to rank 1, three to rank 2 on node 1: 36 bytes each.
-    chosen = routing_map((0, 2, 4), (4, 5))
-    forward = traffic.stock_alltoall(FLAT, chosen, HIDDEN, DTYPE_BYTES, False)
-    assert forward == (108, 36)
-    both = traffic.stock_alltoall(FLAT, chosen, HIDDEN, DTYPE_BYTES, True)
-    assert both == (216, 72)
+# Three ranks; 4 rows of 3 values of 4 bytes.
+SENT = torch.zeros(4, 3)
 
 
-def test_stock_alltoall_bytes_with_expert_tensor_parallelism() -> None:
-    # One permuted token stays with rank 0, one goes to rank 2: 36 bytes. Each then goes to its
-    # expert's other part (16 + 4) and is summed from there in fp32 (16): 36 bytes inside each node.
-    chosen = routing_map((0, 4))
-    moved = traffic.stock_alltoall(SPLIT, chosen, HIDDEN, DTYPE_BYTES, False)
-    assert moved == (36, 72)
-    # In bf16 a row has 8 bytes, but the sum over the parts stays in fp32: 2 * 8 + 4 between nodes,
-    # 8 + 4 + 16 inside, twice.
-    moved = traffic.stock_alltoall(SPLIT, chosen, HIDDEN, 2, False)
-    assert moved == (20, 56)
+@pytest.mark.parametrize(
+    ("name", "sent", "rows", "num_bytes"),
+    [
+        ("alltoall", SENT, [1, 0, 3], [12, 0, 36]),
+        ("alltoall", SENT[:3], None, [12, 12, 12]),
+        ("alltoall", SENT[:0], [0, 0, 0], [0, 0, 0]),
+        ("allgather", SENT, None, [48, 48, 48]),
+        ("allgather", torch.zeros(4, dtype=torch.bool), None, [4, 4, 4]),
+        # Numbers of rows are no payload.
+        ("allgather", torch.zeros(4, dtype=torch.int64), None, [0, 0, 0]),
+        ("reduce_scatter", SENT[:3], None, [12, 12, 12]),
+        ("reduce_scatter", [SENT, SENT[:1], SENT[:0]], None, [48, 12, 0]),
+        # A share to its owner, and its sum back.
+        ("allreduce", SENT[:3], None, [24, 24, 24]),
+    ],
+)
+def test_payload_of_stocks_collectives(
+    name: str, sent: Any, rows: list[int] | None, num_bytes: list[int]
+) -> None:
+    assert stock_collectives.bytes_by_rank(name, sent, rows, 3) == num_bytes
 
 
-def test_stock_allgather_bytes() -> None:
-    # Two tokens to each of three peers: 16 + 16 bytes of row, 8 probabilities, 8 bytes of map.
-    chosen = routing_map((0, 2, 4), (4, 5))
-    forward = traffic.stock_allgather(FLAT, chosen, HIDDEN, DTYPE_BYTES, False)
-    assert forward == (2 * 144, 144)
-    # The map does not come back.
-    both = traffic.stock_allgather(FLAT, chosen, HIDDEN, DTYPE_BYTES, True)
-    assert both == (2 * 272, 272)
+def test_payload_by_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rank 1, on node 0 with rank 0; a rank's bytes to itself are none.
+    monkeypatch.setattr(stock_collectives.dist, "get_rank", lambda: 1)
+    nodes = (0, 0, 1, 1)
+    across = stock_collectives.by_link("alltoall", [0, 1, 3], [5, 7, 11], nodes)
+    assert across == ("alltoall", "inter", {"inter": 11, "intra": 5})
+    inside = stock_collectives.by_link("allgather", [0, 1], [5, 7], nodes)
+    assert inside == ("allgather", "intra", {"inter": 0, "intra": 5})
 
 
 def test_rows_that_cross_once_per_token_and_node() -> None:
     # Both tokens have experts on node 1, one of them two: each crosses once.
     chosen = routing_map((0, 2, 4), (4, 5))
-    assert traffic.rows_that_cross(FLAT, chosen, 2).tolist() == [[0, 2], [0, 0]]
+    assert rows_that_cross(FLAT, chosen, 2).tolist() == [[2, 0], [0, 2]]
     there = dataclasses.replace(FLAT, rank=3)
-    assert traffic.rows_that_cross(there, chosen, 2).tolist() == [[0, 0], [1, 0]]
+    assert rows_that_cross(there, chosen, 2).tolist() == [[0, 1], [1, 0]]
     # An expert whose parts lie on both nodes needs every token on both.
     across = Layout(ep=1, etp=4, num_local_experts=8, rank=0, nodes=(0, 0, 1, 1))
-    assert traffic.rows_that_cross(across, chosen, 2).tolist() == [[0, 2], [0, 0]]
+    assert rows_that_cross(across, chosen, 2).tolist() == [[2, 0], [0, 2]]
     # Other nodes of the launch belong to other exchanges.
-    assert traffic.rows_that_cross(FLAT, chosen, 3).tolist() == [[0, 2, 0], [0] * 3, [0] * 3]
+    assert rows_that_cross(FLAT, chosen, 3).tolist() == [[2, 0, 0], [0, 2, 0]]
     one_node = dataclasses.replace(FLAT, nodes=(1, 1, 1, 1))
-    assert not traffic.rows_that_cross(one_node, chosen, 2).any()
-
-
-def test_limit() -> None:
-    # 1,000 rows of 4,096 bytes, there and back, at 0.5 Gbit/s.
-    crossing = np.array([[0, 1000], [1000, 0]])
-    assert traffic.limit_ms(crossing, 2 * 4096, 0.5) == pytest.approx(131.072)
-    # Node 2 receives 1,500 rows, which is more than any node sends.
-    crossing = np.array([[0, 0, 700], [100, 0, 800], [300, 300, 0]])
-    assert traffic.limit_ms(crossing, 1000, 1.0) == pytest.approx(12.0)
-    assert traffic.limit_ms(np.zeros((2, 2), dtype=int), 1000, 1.0) is None
+    assert not rows_that_cross(one_node, chosen, 2).any()
 
 
 @pytest.mark.parametrize("name", ["uniform", "skewed"])
 def test_drawn_experts(name: str) -> None:
     flags = {"experts": "8", "top_k": "3", "hidden": "16", "tokens": "6000", "routing": name}
     settings = parse_settings(flags, 4)
-    drawn = traffic.routing_map(settings, rank=2)
+    drawn = draw_experts(settings, torch.Generator().manual_seed(2)).numpy()
     assert (drawn.sum(axis=1) == 3).all()
-    assert np.array_equal(drawn, traffic.routing_map(settings, rank=2))
-    assert not np.array_equal(drawn, traffic.routing_map(settings, rank=3))
     is_uneven = drawn.mean(axis=0).max() > 0.5
     assert is_uneven == (name == "skewed")
     if not is_uneven:
-        expected = traffic.shape_of(settings, FLAT).routing
+        expected = UniformRouting(num_experts=8, topk=3)
         for num_parts in (2, 4):
             hits = drawn.reshape(len(drawn), num_parts, -1).any(axis=2).mean(axis=0)
             # Three standard deviations of a share of 6,000 tokens are under 0.02.
@@ -120,23 +109,15 @@ def test_settings_have_defaults() -> None:
     named = parse_settings({**BASE, "stock": "allgather", "chains": "alltoall"}, 4)
     assert named.stock == ("alltoall", "allgather")
     assert not named.skip_incompatible
-    # "all" includes the chain beside it.
-    assert parse_settings({**BASE, "chains": "alltoall,all"}, 4) == parse_settings(BASE, 4)
+    assert settings.chains[0] == "alltoall" and settings.chains[-1] == "auto"
 
 
 @pytest.mark.parametrize(
-    ("name", "torch_name", "value_bytes"),
-    [("fp32", "float32", 4), ("bf16", "bfloat16", 2), ("fp16", "float16", 2)],
+    ("name", "torch_name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
 )
-def test_a_dtype_has_megatron_s_name_or_pytorch_s(
-    name: str, torch_name: str, value_bytes: int
-) -> None:
-    settings = [
-        parse_settings({**BASE, "hidden": "16", "dtype": dtype}, 4) for dtype in (name, torch_name)
-    ]
-    assert settings[0] == settings[1]
-    assert settings[0].dtype == torch_name
-    assert traffic.shape_of(settings[0], FLAT).value_bytes == value_bytes
+def test_a_dtype_has_megatron_s_name_or_pytorch_s(name: str, torch_name: str) -> None:
+    for dtype in (name, torch_name):
+        assert parse_settings({**BASE, "dtype": dtype}, 4).dtype == torch_name
 
 
 @pytest.mark.parametrize(
@@ -180,15 +161,6 @@ def test_pipelines_with_experts_come_last() -> None:
         ("alltoall_dedup", 4, True),
         ("auto", None, True),
     ]
-
-
-def test_predictions_are_the_plans_in_milliseconds() -> None:
-    settings = parse_settings({**BASE, "experts": "16", "tokens": "512", "hidden": "1024"}, 4)
-    cluster = strict_yaml.load(Cluster, CLUSTER)
-    shape = traffic.shape_of(settings, dataclasses.replace(FLAT, num_local_experts=4))
-    planned = plan(shape, cluster, phase="forward", chains=["alltoall_dedup"], num_chunks=(4,))
-    predicted_ms = traffic.predict_ms(shape, cluster, "alltoall_dedup", 4, "forward")
-    assert planned.predicted_us == pytest.approx(1e3 * predicted_ms)
 
 
 def test_launchers() -> None:

@@ -23,7 +23,7 @@ def lines_of(
 ) -> list[str]:
     """Lines of a candidate whose results are stock's but for `change`."""
 
-    def run(candidate: BenchCandidate, experts: Any, backward: bool) -> Results:
+    def run(candidate: BenchCandidate, experts: Any) -> Results:
         results = {"rows at the experts": torch.ones(2, 4), "outputs": candidate.batch.hidden}
         return results if candidate.requested == "alltoall" else change(results)
 

@@ -9,7 +9,7 @@ from equal import assert_equal
 from test_bench_numbers import BASE, FLAT, routing_map
 
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.tools.bench import measure, point
+from monta_megatron.tools.bench import measure
 from monta_megatron.tools.bench.candidates import make_batch
 from monta_megatron.tools.bench.measure import time_interleaved
 from monta_megatron.tools.bench.settings import parse_settings
@@ -28,7 +28,7 @@ def test_every_rank_has_its_own_data_wherever_it_is_made() -> None:
     assert not first.probs[~first.routing_map].any()
 
 
-def test_times_are_the_slowest_ranks_without_the_warmup(
+def test_times_are_the_slowest_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The one other rank takes 1,000 s for each run."""
@@ -41,21 +41,21 @@ def test_times_are_the_slowest_ranks_without_the_warmup(
     monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
     calls: list[str] = []
     runs = [lambda name=name: calls.append(name) for name in "abc"]
-    times_ms = time_interleaved(runs, repeats=2, warmup=2)
-    assert times_ms.tolist() == [[1e6] * 3] * 2
-    # Repeats -2 to 1, each in an order of its own.
-    assert "".join(calls) == "bca" + "cab" + "abc" + "bca"
+    times_ms = time_interleaved(runs, repeats=4, on_repeat=lambda: calls.append(" "))
+    assert times_ms.tolist() == [[1e6] * 3] * 4
+    # Each repeat in an order of its own.
+    assert "".join(calls) == "abc bca cab abc "
 
 
-@pytest.mark.parametrize(("backward", "limit_ms"), [(False, 0.002048), (True, 0.004096)])
-def test_limit_of_a_point(backward: bool, limit_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("phase", "limit_ms"), [("forward", 0.002048), ("forward_backward", 0.004096)]
+)
+def test_limit_of_a_point(phase: Any, limit_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tokens of 64 bytes cross at 1 Gbit/s: 1.024 us there, and as much back."""
-    monkeypatch.setattr(point.dist, "all_reduce", lambda crossing: None)
+    monkeypatch.setattr(measure.dist, "all_reduce", lambda crossing: None)
     emulated = EmulatedCluster(nodes=2, ranks_per_node=2, inter_mbit=1000)
-    batch = SimpleNamespace(
-        routing_map=torch.from_numpy(routing_map((0, 2, 4), (4, 5))), hidden=torch.ones(2, 1, 16)
-    )
+    batch = SimpleNamespace(routing_map=routing_map((0, 2, 4), (4, 5)), hidden=torch.ones(2, 1, 16))
     bench: Any = SimpleNamespace(emulated=emulated, layout=FLAT, nodes=FLAT.nodes, batch=batch)
-    assert point._limit_ms(bench, backward) == pytest.approx(limit_ms)
+    assert measure.limit_ms(bench, phase) == pytest.approx(limit_ms)
     bench.emulated = None
-    assert point._limit_ms(bench, backward) is None
+    assert measure.limit_ms(bench, phase) is None

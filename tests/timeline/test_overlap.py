@@ -16,7 +16,7 @@ NAMESPACES = Path("/run/netns")
 # At 200 Mbit/s the AllToAll of a pass takes 160 ms; an AllGather takes 10, through memory.
 COMMAND = (
     "emulate --nodes 2 --ranks-per-node 2 --inter-mbit 200 -- -m monta_megatron bench "
-    "--experts 8 --top-k 2 --hidden 1024 --tokens 512 --tp 2 --repeats 1 --warmup 0 "
+    "--experts 8 --top-k 2 --hidden 1024 --tokens 512 --tp 2 --repeats 1 "
     "--phase forward --stock alltoall --chains alltoall_allgather --num-chunks 1,4 --trace"
 )
 # At most about 0.75 is expected: of four AllGathers one has no AllToAll to run under.

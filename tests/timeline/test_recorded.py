@@ -24,7 +24,7 @@ ROWS = [
 ]
 LAYER = (
     "--experts 8 --top-k 2 --hidden 32 --tokens 96 --tp 2 --ranks-per-node 2 --repeats 1 "
-    "--warmup 0 --num-chunks 3 --chains alltoall_allgather,hierarchical_allgather"
+    "--num-chunks 3 --chains alltoall_allgather,hierarchical_allgather"
 )
 ALL_PASSES = PASSES["forward_backward"]
 # What the files' resolution leaves between two ends that are one.

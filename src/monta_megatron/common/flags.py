@@ -1,4 +1,4 @@
-"""Parse the texts of command-line flags: sizes, lists, names of dtypes and routings. No torch."""
+"""Parse the texts of command-line flags: sizes, lists, names of dtypes. No torch."""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -63,8 +63,6 @@ def listed(read_one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
-# Of tokens that are drawn: `tools.bench.traffic.routing_map` says how.
-ROUTINGS = ("uniform", "skewed")
 
 
 def torch_name(dtype: str) -> str:

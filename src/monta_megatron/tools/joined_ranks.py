@@ -1,15 +1,10 @@
-"""Ranks of a command: joining their launch, waiting for each other, sharing rank 0's results."""
-
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+"""Ranks of a command: joining their launch, and waiting for each other."""
 
 import torch
 import torch.distributed as dist
 
 from monta_megatron.common.launch_order import set_launch_order
 from monta_megatron.exchange.streams import device_of_ranks
-
-T = TypeVar("T")
 
 
 def join(local_rank: int, transport: str = "nccl") -> torch.device:
@@ -34,23 +29,3 @@ def join(local_rank: int, transport: str = "nccl") -> torch.device:
 def wait_for_all() -> None:
     """A barrier by tensors on the host, so that it needs no GPU."""
     dist.all_reduce(torch.zeros(1))
-
-
-def on_first_rank(function: Callable[[], T]) -> T:
-    """Call a function on the first rank alone, and return its result on all ranks.
-
-    Raises:
-        ValueError: the function raised it on the first rank; raised again on all of them.
-    """
-    # The result, and what is wrong.
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except ValueError as error:
-            outcome[1] = str(error)
-    dist.broadcast_object_list(outcome, src=0)
-    result, mistake = outcome
-    if mistake is not None:
-        raise ValueError(mistake)
-    return cast(T, result)

@@ -9,8 +9,7 @@ first stream that waits for it goes on.
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple, cast
@@ -18,47 +17,35 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import mappings
 
-from monta_megatron.chains.program import (
-    COMBINE,
-    COMBINE_BACKWARD,
-    DISPATCH,
-    DISPATCH_BACKWARD,
-    Operation,
-)
+from monta_megatron.chains.program import Operation
 from monta_megatron.common.nodes import BOOT_ID
 from monta_megatron.common.units import counted
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.streams import gpu_name
-from monta_megatron.tools.bench.candidates import Bench, BenchCandidate
+from monta_megatron.integration.options import AUTO
+from monta_megatron.tools.bench.candidates import Bench, BenchCandidate, run_candidate
+from monta_megatron.tools.bench.layer import NO_EXPERTS
 from monta_megatron.tools.joined_ranks import wait_for_all
+from monta_megatron.tools.stock_collectives import StockCollective, observed
 from monta_megatron.tools.trace import STOCK, Span, Timeline, Trace, Track, pipeline_name
 
 NUM_BARRIERS = 31
 # The work of a stock dispatcher between its collectives: copies, and the host's work for them.
 BETWEEN_COLLECTIVES = "permute"
-# Functions that Megatron calls: what they are, where, under which names.
-STOCK_COLLECTIVES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("alltoall", dist, ("all_to_all_single",)),
-    ("allgather", dist, ("all_gather", "all_gather_into_tensor")),
-    ("allgather", mappings, ("dist_all_gather_func",)),
-    ("reduce_scatter", dist, ("reduce_scatter", "reduce_scatter_tensor")),
-    ("reduce_scatter", mappings, ("dist_reduce_scatter_func",)),
-)
 # The name of a pass, and an operation of its program.
 Key = tuple[str, int]
 
 
 def record(bench: Bench, meta: Mapping[str, Any], path: Path) -> None:
-    """Record one run of each candidate, after one that warms it up; the first rank writes the file.
+    """Record one run of each candidate; the first rank writes the file.
 
     Experts return their rows; experts inside the pipeline are left out, as they leave no passes
     apart.
 
     Args:
-        bench: the dispatchers and their data.
+        bench: the dispatchers and their data; all of them have run.
         meta: of the benchmark's report.
         path: of the trace.
 
@@ -66,18 +53,24 @@ def record(bench: Bench, meta: Mapping[str, Any], path: Path) -> None:
         ValueError: the file cannot be written; on the first rank.
     """
     here = f"rank {dist.get_rank()} (node {bench.nodes[dist.get_rank()]})"
-    clock = Clock()
+    clock = compare_clocks()
     timelines = []
     for candidate in bench.candidates:
         if candidate.overlaps:
             continue
-        kind = StockRecorder if candidate.kind == "megatron" else ProgramRecorder
-        for _ in range(2):
-            recorder = kind(candidate.batch.hidden.is_cuda)
-            wait_for_all()
-            with recorder.attached(candidate.dispatcher):
-                _run(candidate, recorder)
-        passes, spans = recorder.taken(bench.nodes)
+        is_device = candidate.batch.hidden.is_cuda
+        recorder: StockRecorder | ProgramRecorder
+        if candidate.kind == "megatron":
+            recorder = StockRecorder(is_device)
+            recording = observed(bench.nodes, recorder.run_collective)
+        else:
+            recorder = ProgramRecorder(is_device)
+            recording = recorder.attached(candidate.dispatcher)
+        wait_for_all()
+        with recording:
+            run_candidate(candidate, NO_EXPERTS, begin=recorder.begin)
+            recorder.end()
+        passes, spans = recorder.taken()
         tracks = gather_objects(Track(here, passes, spans).shifted(-clock.offset_us))
         timelines.append(Timeline(_name_of(candidate), tuple(tracks)))
     if dist.get_rank() == 0:
@@ -101,30 +94,7 @@ def _title_of(bench: Bench) -> str:
 def _name_of(candidate: BenchCandidate) -> str:
     if candidate.kind == "megatron":
         return STOCK if candidate.requested == "alltoall" else f"stock {candidate.requested}"
-    return f"{'auto: ' * candidate.is_auto}{pipeline_name(*candidate.key)}"
-
-
-def _run(candidate: BenchCandidate, recorder: "Recorder") -> None:
-    """A forward and backward pass; the gradient of the probabilities is 1."""
-    dispatcher, batch = candidate.dispatcher, candidate.batch
-    hidden = batch.hidden.detach().requires_grad_()
-    probs = batch.probs.detach().requires_grad_()
-
-    recorder.begin(DISPATCH.name)
-    rows, row_probs = dispatcher.dispatch_preprocess(hidden, batch.routing_map, probs)
-    rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
-    rows, _, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-    for tensor in (rows, row_probs):
-        # Called as soon as its gradient is complete, before that of the dispatch begins.
-        tensor.register_hook(lambda gradient: recorder.begin(DISPATCH_BACKWARD.name))
-    recorder.begin(COMBINE.name)
-    sums = dispatcher.combine_preprocess(rows)
-    output = dispatcher.combine_postprocess(dispatcher.token_combine(sums))
-    recorder.begin(COMBINE_BACKWARD.name)
-    torch.autograd.backward(
-        [output, row_probs], [batch.output_gradient, torch.ones_like(row_probs)]
-    )
-    recorder.end()
+    return f"{'auto: ' * (candidate.requested == AUTO)}{pipeline_name(*candidate.key)}"
 
 
 class Moment(NamedTuple):
@@ -187,18 +157,11 @@ class Recorder:
             self._passes[self._begun[0]] = self._begun[1], self.now()
         self._begun = None
 
-    @contextmanager
-    def attached(self, dispatcher: Any) -> Iterator[None]:
-        """Record what a dispatcher does."""
-        raise NotImplementedError
-
-    def spans(self, nodes: Sequence[int]) -> Iterator[Span]:
+    def spans(self) -> Iterator[Span]:
         """Everything that was recorded inside of the passes."""
         raise NotImplementedError
 
-    def taken(
-        self, nodes: Sequence[int]
-    ) -> tuple[dict[str, tuple[float, float]], tuple[Span, ...]]:
+    def taken(self) -> tuple[dict[str, tuple[float, float]], tuple[Span, ...]]:
         """Passes and spans; waits for the device."""
         if self._is_device:
             torch.cuda.synchronize()
@@ -206,7 +169,7 @@ class Recorder:
             name: (start.host_us, max(end.host_us, self._us(end)))
             for name, (start, end) in self._passes.items()
         }
-        return passes, tuple(self.spans(nodes))
+        return passes, tuple(self.spans())
 
     def _us(self, moment: Moment) -> float:
         """A time on the device, by the host's clock."""
@@ -225,6 +188,7 @@ class ProgramRecorder(Recorder):
 
     @contextmanager
     def attached(self, dispatcher: Any) -> Iterator[None]:
+        """Record what a dispatcher does."""
         dispatcher.monitor.recorder = self
         try:
             yield
@@ -243,26 +207,46 @@ class ProgramRecorder(Recorder):
         """On CPU ranks let a thread wait for a collective; returns a handle that waits for it."""
         if self._is_device:
             return list(works)
-        end: Future[None] = Future()
 
-        def wait() -> None:
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                end.set_exception(error)
-            else:
-                self._ends[pass_name, operation] = self.now()
-                end.set_result(None)
+        def note_end() -> None:
+            self._ends[pass_name, operation] = self.now()
 
-        # A daemon, so that an interrupted rank does not wait for collectives with its peers.
-        Thread(target=wait, daemon=True).start()
-        return [cast(dist.Work, _Watched(end))]
+        return [cast(dist.Work, _WatchedWork(works, note_end))]
 
-    def spans(self, nodes: Sequence[int]) -> Iterator[Span]:
+    def spans(self) -> Iterator[Span]:
         steps = [TimedStep(*step, at.host_us, self._us(at)) for step, at in self._steps]
         ends_us = {key: self._us(at) for key, at in self._ends.items()}
         return spans_of(steps, ends_us, self._is_device)
+
+
+class _WatchedWork(Thread):
+    """Stands in for a collective, and waits for it on a thread of its own."""
+
+    def __init__(self, works: Sequence[dist.Work], note_end: Callable[[], None]) -> None:
+        # A daemon, so that an interrupted rank does not wait for collectives with its peers.
+        super().__init__(daemon=True)
+        self._works, self._note_end = works, note_end
+        self._error: RuntimeError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+            self._note_end()
+        except RuntimeError as error:
+            self._error = error
+
+    def wait(self, *timeout: Any) -> bool:
+        """Return, or fail, as the collective does."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or fail, at once."""
+        return not self.is_alive()
 
 
 def spans_of(
@@ -309,103 +293,73 @@ def spans_of(
             yield run._replace(resource="host", start_us=launch_us, end_us=step.host_us)
 
 
-class _Watched:
-    """Stands in for a collective that a thread waits for."""
-
-    def __init__(self, end: Future[None]) -> None:
-        self._end = end
-
-    def wait(self, *timeout: Any) -> bool:
-        """Return, or fail, as the collective does."""
-        self._end.result()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return, or fail, at once."""
-        return self._end.done()
-
-
 class StockRecorder(Recorder):
     """Records the collectives of Megatron's dispatchers, which run one after the other."""
 
     def __init__(self, is_device: bool) -> None:
         super().__init__(is_device)
-        # Pass, name, ranks, start and end.
-        self._collectives: list[tuple[str, str, list[int], Moment, Moment]] = []
-        self._is_inside = False
+        # By pass, each with its start and end.
+        self._collectives: dict[str, list[tuple[StockCollective, Moment, Moment]]] = {}
 
-    @contextmanager
-    def attached(self, dispatcher: Any) -> Iterator[None]:
-        with ExitStack() as originals:
-            for name, module, functions in STOCK_COLLECTIVES:
-                for function in functions:
-                    original = getattr(module, function)
-                    originals.callback(setattr, module, function, original)
-                    setattr(module, function, self._recorded(name, original))
-            yield
+    def run_collective(self, collective: StockCollective, run: Callable[[], Any]) -> Any:
+        """Run a collective, and record when."""
+        assert self._begun is not None, f"{collective.name} outside of a pass"
+        start = self.now()
+        result = run()
+        of_pass = self._collectives.setdefault(self._begun[0], [])
+        of_pass.append((collective, start, self.now()))
+        return result
 
-    def _recorded(self, name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **settings: Any) -> Any:
-            # One may call another.
-            if self._begun is None or self._is_inside:
-                return collective(*args, **settings)
-            self._is_inside, start = True, self.now()
-            try:
-                result = collective(*args, **settings)
-            finally:
-                self._is_inside = False
-            ranks = dist.get_process_group_ranks(settings.get("group"))
-            self._collectives.append((self._begun[0], name, ranks, start, self.now()))
-            return result
-
-        return call
-
-    def spans(self, nodes: Sequence[int]) -> Iterator[Span]:
+    def spans(self) -> Iterator[Span]:
         for pass_name, (begin, end) in self._passes.items():
             free_us = self._us(begin)
             copies = Span(pass_name, BETWEEN_COLLECTIVES, None, None, "memory", free_us, free_us)
-            for of_pass, name, ranks, *times in self._collectives:
-                if of_pass == pass_name:
-                    start_us, end_us = map(self._us, times)
-                    yield copies._replace(start_us=free_us, end_us=start_us)
-                    crosses = len({nodes[rank] for rank in ranks}) > 1
-                    yield copies._replace(
-                        stage=name,
-                        resource="inter" if crosses else "intra",
-                        start_us=start_us,
-                        end_us=end_us,
-                    )
-                    free_us = end_us
+            for collective, *times in self._collectives.get(pass_name, []):
+                start_us, end_us = map(self._us, times)
+                yield copies._replace(start_us=free_us, end_us=start_us)
+                yield copies._replace(
+                    stage=collective.name,
+                    resource=collective.resource,
+                    start_us=start_us,
+                    end_us=end_us,
+                )
+                free_us = end_us
             yield copies._replace(start_us=free_us, end_us=self._us(end))
 
 
-class Clock:
-    """Offset of this rank's clock from the first rank's; created by all ranks of the launch.
-
-    On several hosts, ranks read their clocks right after barriers, which they leave at nearly the
-    same time: the median of the differences is the offset. Barriers are on the host, by Gloo.
+class Clock(NamedTuple):
+    """This rank's clock, compared with the first rank's.
 
     Attributes:
-        name: how the offset was determined.
+        name: how it was compared.
         offset_us: this rank's clock minus the first rank's.
         error_us: half the interquartile range of the differences; the largest of any rank.
     """
 
-    def __init__(self) -> None:
-        self.name, self.offset_us, self.error_us = "the monotonic clock of one host", 0.0, 0.0
-        if len(set(gather_objects(_host()))) == 1:
-            return
-        here_us = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
-        for index in range(NUM_BARRIERS):
-            wait_for_all()
-            here_us[index] = now_us()
-        first_us = here_us.clone()
-        dist.broadcast(first_us, src=0)
-        low_us, middle_us, high_us = np.percentile((here_us - first_us).numpy(), (25, 50, 75))
-        error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64)
-        dist.all_reduce(error_us, op=dist.ReduceOp.MAX)
-        self.name = f"monotonic clocks compared after {NUM_BARRIERS} barriers"
-        self.offset_us, self.error_us = float(middle_us), float(error_us)
+    name: str
+    offset_us: float = 0.0
+    error_us: float = 0.0
+
+
+def compare_clocks() -> Clock:
+    """Compare the clocks of the hosts; called by all ranks of the launch.
+
+    Ranks read their clocks right after barriers, which they leave at nearly the same time: the
+    median of the differences is the offset. Barriers are on the host, by Gloo.
+    """
+    if len(set(gather_objects(_host()))) == 1:
+        return Clock("the monotonic clock of one host")
+    here_us = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
+    for index in range(NUM_BARRIERS):
+        wait_for_all()
+        here_us[index] = now_us()
+    first_us = here_us.clone()
+    dist.broadcast(first_us, src=0)
+    low_us, middle_us, high_us = np.percentile((here_us - first_us).numpy(), (25, 50, 75))
+    error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64)
+    dist.all_reduce(error_us, op=dist.ReduceOp.MAX)
+    name = f"monotonic clocks compared after {NUM_BARRIERS} barriers"
+    return Clock(name, float(middle_us), float(error_us))
 
 
 def _host() -> str:

@@ -2,11 +2,10 @@
 
 Without torch:
     settings    settings with their flags, resolved and checked
-    traffic     routing, bytes that stock moves and that have to move, predicted times
     report      rows and their tables
 With torch:
     layer       Megatron's groups, dispatchers and experts
     candidates  the dispatchers to compare, their data, and one run of them
-    measure     equality with stock, then interleaved repeats
+    measure     equality with stock, bytes, interleaved repeats, the limit of the links
     point       one point: its dispatchers, their rows, its report
 """

@@ -5,12 +5,12 @@ Notation: T = tokens of a rank, H = hidden size, E = experts, N = rows for the l
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
-from monta_megatron.common.flags import DTYPE_BYTES
+from monta_megatron.chains import program
 from monta_megatron.common.nodes import consecutive_nodes
 from monta_megatron.core import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
@@ -20,7 +20,6 @@ from monta_megatron.integration.options import AUTO
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.bench.layer import STOCK_DISPATCHERS, TimedExperts, build_dispatcher
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.bench.traffic import STOCK_TRAFFIC, routing_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +42,11 @@ class Batch:
 def make_batch(settings: Settings, rank: int, device: torch.device) -> Batch:
     """The batch of any rank of the launch."""
     generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + rank)
-    weights = torch.rand(settings.tokens, settings.experts, generator=generator)
     hidden, output_gradient = (
         torch.randn(settings.tokens, 1, settings.hidden, generator=generator) for _ in range(2)
     )
-    chosen = torch.tensor(routing_map(settings, rank))
-    weights *= chosen
+    chosen = draw_experts(settings, generator)
+    weights = chosen * torch.rand(chosen.shape, generator=generator)
     dtype = getattr(torch, settings.dtype)
     return Batch(
         hidden=hidden.to(device, dtype),
@@ -58,19 +56,33 @@ def make_batch(settings: Settings, rank: int, device: torch.device) -> Batch:
     )
 
 
+def draw_experts(settings: Settings, generator: torch.Generator) -> torch.Tensor:
+    """[T, E] bool, the experts of a rank's tokens.
+
+    uniform     any experts
+    skewed      the i-th most wanted expert is drawn with weight 1/i, in the seed's order
+    """
+    weights = torch.ones(settings.experts)
+    if settings.routing == "skewed":
+        of_all_ranks = torch.Generator().manual_seed(settings.seed)
+        weights /= 1 + torch.randperm(settings.experts, generator=of_all_ranks)
+    drawn = torch.multinomial(
+        weights.expand(settings.tokens, -1), settings.top_k, generator=generator
+    )
+    return torch.zeros(settings.tokens, settings.experts, dtype=torch.bool).scatter(1, drawn, True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchCandidate:
     """One dispatcher, with the data that it runs on.
 
     Attributes:
         kind: whose dispatcher it is.
-        requested: stock's dispatcher or our chain, as asked for; "auto" where the planner chooses.
+        requested: stock's dispatcher or our chain, as asked for; `AUTO` where the planner chooses.
         dispatcher: an object with Megatron's six phases.
         batch: its inputs.
         tokens_here: position of this rank's tokens in them.
         overlaps: whether the experts may run inside its pipeline.
-        traffic: called with whether to include backward, gives the bytes between nodes and inside
-            them that this rank's tokens cause; None where the dispatcher counts what it sends.
     """
 
     kind: Literal["megatron", "monta"]
@@ -79,7 +91,6 @@ class BenchCandidate:
     batch: Batch
     tokens_here: slice = slice(None)
     overlaps: bool = False
-    traffic: Callable[[bool], tuple[int, int]] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -88,28 +99,6 @@ class BenchCandidate:
             return self.requested, 1
         choice = self.dispatcher.choice
         return choice.chain, choice.num_chunks
-
-    @property
-    def experts_pipelined(self) -> bool:
-        """Whether the experts run inside its pipeline; for "auto", known only after a run."""
-        return self.overlaps and bool(self.dispatcher.choice.splits_experts)
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether the planner and trials choose."""
-        return self.kind == "monta" and self.requested == AUTO
-
-    def clear_sent_bytes(self) -> None:
-        """Count from here on."""
-        if self.traffic is None:
-            self.dispatcher.monitor.bytes_sent.clear()
-
-    def sent_bytes(self, backward: bool, num_runs: int) -> tuple[int, int]:
-        """Payload of one of its runs between nodes and inside them, to be summed over ranks."""
-        if self.traffic is not None:
-            return self.traffic(backward)
-        sent = self.dispatcher.monitor.bytes_by_resource()
-        return sent["inter"] // num_runs, sent["intra"] // num_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +110,8 @@ class Bench:
         cluster: costs for predictions, or None.
         emulated: the emulated cluster that it runs on, or None.
         nodes: node of every rank of the launch.
-        layout: of the exchange.
         batch: this rank's data.
-        candidates: stock's dispatchers, alltoall first, then ours.
+        candidates: stock's dispatchers, alltoall first, then at least one of ours.
         skipped: by name, why chains were left out.
     """
 
@@ -131,17 +119,16 @@ class Bench:
     cluster: Cluster | None
     emulated: EmulatedCluster | None
     nodes: tuple[int, ...]
-    layout: Layout
     batch: Batch
     candidates: Sequence[BenchCandidate] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def costs(self) -> Cluster | None:
-        """The costs by which `auto` chooses: a guess where nothing is predicted for lack of any."""
-        if self.cluster is None and self.emulated is not None:
-            return default_costs(self.emulated)
-        return self.cluster
+    def layout(self) -> Layout:
+        """The exchange as this rank sees it; nodes have their numbers in the launch."""
+        ours = self.candidates[-1].dispatcher
+        ranks = dist.get_process_group_ranks(ours.tp_ep_group)
+        return replace(ours.setup.layout, nodes=tuple(self.nodes[rank] for rank in ranks))
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -172,15 +159,8 @@ def with_candidates(bench: Bench) -> Bench:
 
 def stock_candidate(bench: Bench, name: str) -> BenchCandidate:
     """One of Megatron's dispatchers."""
-    settings, map_TE = bench.settings, bench.batch.routing_map.cpu().numpy()
-    value_bytes = DTYPE_BYTES[settings.dtype]
-    return BenchCandidate(
-        kind="megatron",
-        requested=name,
-        dispatcher=build_dispatcher(STOCK_DISPATCHERS[name], settings),
-        batch=bench.batch,
-        traffic=partial(STOCK_TRAFFIC[name], bench.layout, map_TE, settings.hidden, value_bytes),
-    )
+    dispatcher = build_dispatcher(STOCK_DISPATCHERS[name], bench.settings)
+    return BenchCandidate(kind="megatron", requested=name, dispatcher=dispatcher, batch=bench.batch)
 
 
 def monta_candidate(
@@ -191,13 +171,15 @@ def monta_candidate(
     Raises:
         ValueError: the chain cannot run here.
     """
+    # Without costs nothing is predicted, and auto chooses by a guess.
+    emulated = bench.emulated and default_costs(bench.emulated)
     dispatcher = build_dispatcher(
         MontaTokenDispatcher,
         bench.settings,
         chain=chain,
         num_chunks=num_chunks,
         ranks_per_node=bench.ranks_per_node,
-        cluster=bench.costs,
+        cluster=bench.cluster or emulated,
         tune_steps=bench.settings.tune_steps if chain == AUTO and not overlaps else 0,
         # The benchmark compares more, see `measure`.
         check=0,
@@ -208,18 +190,20 @@ def monta_candidate(
     )
 
 
-def identity_experts(
-    rows: torch.Tensor, tokens_per_expert: torch.Tensor, row_probs: torch.Tensor
-) -> torch.Tensor:
-    """No work between the two exchanges, so that the exchange alone is timed."""
-    return rows
+def run_candidate(
+    candidate: BenchCandidate,
+    experts: Experts,
+    phase: program.Phase = "forward_backward",
+    begin: Callable[[str], None] = lambda pass_name: None,
+) -> dict[str, Any]:
+    """Run the layer's exchange once: dispatch, experts, combine, and their backward passes.
 
-
-def run_candidate(candidate: BenchCandidate, experts: Experts, backward: bool) -> dict[str, Any]:
-    """One pass of the layer's exchange: dispatch, experts, combine, and optionally backward.
-
-    The gradient of the probabilities comes from the experts. `identity_experts` give none, so ones
-    stand in for it, and the backward pass carries what it carries in training.
+    Args:
+        candidate: that runs.
+        experts: between dispatch and combine.
+        phase: whether the backward passes run.
+        begin: called with the name of each pass as it begins, unless the experts run inside the
+            pipeline.
 
     Returns:
         Results at the experts and at the tokens, by name.
@@ -229,6 +213,7 @@ def run_candidate(candidate: BenchCandidate, experts: Experts, backward: bool) -
     probs = batch.probs.detach().requires_grad_()
     results: dict[str, Any] = {}
 
+    begin(program.DISPATCH.name)
     rows, row_probs = dispatcher.dispatch_preprocess(hidden, batch.routing_map, probs)
     rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
     if candidate.overlaps and dispatcher.computes:
@@ -238,18 +223,19 @@ def run_candidate(candidate: BenchCandidate, experts: Experts, backward: bool) -
         results["rows at the experts"] = rows.detach()
         results["counts at the experts"] = torch.as_tensor(tokens_per_expert)
         results["probabilities at the experts"] = row_probs.detach()
+        for tensor in (rows, row_probs):
+            # Called as soon as its gradient is complete, before that of the dispatch begins.
+            tensor.register_hook(lambda gradient: begin(program.DISPATCH_BACKWARD.name))
         outputs = experts(rows, tokens_per_expert, row_probs)
         if isinstance(experts, TimedExperts):
             outputs = experts.wait(outputs)
+        begin(program.COMBINE.name)
         sums = dispatcher.combine_preprocess(outputs)
     output = dispatcher.combine_postprocess(dispatcher.token_combine(sums))
 
-    if backward:
-        roots, gradients = [output], [batch.output_gradient]
-        if experts is identity_experts:
-            roots.append(row_probs)
-            gradients.append(torch.ones_like(row_probs))
-        torch.autograd.backward(roots, gradients)
+    if phase == "forward_backward":
+        begin(program.COMBINE_BACKWARD.name)
+        output.backward(batch.output_gradient)
     return results | {
         "outputs": output.detach(),
         "input gradients": hidden.grad,

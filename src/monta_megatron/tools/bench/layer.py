@@ -1,11 +1,6 @@
-"""Megatron's side of a benchmark: its groups, dispatchers and experts, or experts that wait.
-
-Timed experts take a given time and no processor: compute on a device of its own, emulated.
-"""
+"""Megatron's side of a benchmark: its groups, dispatchers and experts, or timed experts."""
 
 import time
-from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -18,69 +13,67 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
-from monta_megatron.core import Layout
 from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.tools.bench.settings import Settings
 
 
 class TimedExperts:
-    """Returns the rows once the timer has come to the end of their work.
+    """Experts that return their rows after a time, without a processor: an emulated device.
+
+    The gradient of the probabilities is 1.
 
     Args:
-        full_ms: time of one direction for as many rows as a rank gets on average.
+        full_ms: time of one direction for as many rows as a rank gets on average; 0 to time the
+            exchange alone.
         full_rows: as many rows.
     """
 
     def __init__(self, full_ms: float, full_rows: float) -> None:
         self._row_s = full_ms / 1e3 / full_rows
         self._free_at_s = 0.0
-        # Started and not waited for: the end of each pass in s.
-        self._calls: deque[dict[str, float]] = deque()
 
     def __call__(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> torch.Tensor:
         """Start to compute: [N, H] -> [N, H]."""
-        call = {"forward": self.start(rows)}
-        self._calls.append(call)
-        outputs: torch.Tensor = _StartedExperts.apply(call, rows, probs)
+        outputs: torch.Tensor = _StartedExperts.apply(self._start(rows), rows, probs)
         return outputs
 
     def wait(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Wait for the outputs of the first call that was not waited for."""
-        call = self._calls.popleft()
-        _sleep_until(call["forward"])
+        """Wait for the outputs of a call."""
+        started: Any = outputs.grad_fn
+        _sleep_until(started.end_s)
         # A node of its own: its backward starts the work that the call's backward waits for.
         waited = outputs.view_as(outputs)
-        waited.register_hook(lambda gradient: call.update(backward=self.start(gradient)))
+        waited.register_hook(lambda gradient: setattr(started, "end_s", self._start(gradient)))
         return waited
 
-    def start(self, rows: torch.Tensor) -> float:
+    def _start(self, rows: torch.Tensor) -> float:
         """Put the work for rows on the timer; returns when it ends."""
         self._free_at_s = max(time.perf_counter(), self._free_at_s) + len(rows) * self._row_s
         return self._free_at_s
 
 
 def _sleep_until(end_s: float) -> None:
-    time.sleep(max(end_s - time.perf_counter(), 0))
+    left_s = end_s - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)
 
 
 class _StartedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, call: dict[str, float], rows: torch.Tensor, probs: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.call, ctx.num_probs = call, len(probs)
+    def forward(ctx: Any, end_s: float, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        ctx.end_s, ctx.num_probs = end_s, len(probs)
         return rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
-        _sleep_until(ctx.call["backward"])
-        # Experts give their probabilities a gradient, which travels back.
+        _sleep_until(ctx.end_s)
         return None, gradient, torch.ones(ctx.num_probs, device=gradient.device)
 
 
+NO_EXPERTS = TimedExperts(full_ms=0, full_rows=1)
 STOCK_DISPATCHERS = {
     "alltoall": stock.MoEAlltoAllTokenDispatcher,
     "allgather": stock.MoEAllGatherTokenDispatcher,
@@ -98,8 +91,6 @@ def layer_config(settings: Settings) -> Any:
         moe_router_topk=settings.top_k,
         moe_ffn_hidden_size=settings.ffn_hidden,
         moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",
         moe_router_pre_softmax=settings.top_k == 1,
         moe_grouped_gemm=find_spec("transformer_engine") is not None,
@@ -110,8 +101,6 @@ def layer_config(settings: Settings) -> Any:
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
@@ -131,23 +120,6 @@ def initialize_groups(settings: Settings) -> None:
         tensor_model_parallel_size=settings.tp,
         expert_model_parallel_size=settings.ep,
         expert_tensor_parallel_size=settings.etp,
-    )
-
-
-def exchange_layout(settings: Settings, nodes: Sequence[int]) -> Layout:
-    """The exchange, as this rank sees it.
-
-    Args:
-        settings: of the benchmark.
-        nodes: node of every rank of the launch; the layout keeps these numbers.
-    """
-    group = get_default_pg_collection().tp_ep
-    return Layout(
-        ep=settings.ep,
-        etp=settings.etp,
-        num_local_experts=settings.experts // settings.ep,
-        rank=dist.get_group_rank(group, dist.get_rank()),
-        nodes=tuple(nodes[rank] for rank in dist.get_process_group_ranks(group)),
     )
 
 
@@ -176,21 +148,16 @@ def build_dispatcher(
 
 def build_experts(settings: Settings) -> Experts:
     """Megatron's experts on this rank; grouped GEMM if Transformer Engine is installed."""
-    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     model_parallel_cuda_manual_seed(1)
     config = layer_config(settings)
     grouped = config.moe_grouped_gemm
-    layer_spec = (
-        specs.get_gpt_layer_with_transformer_engine_spec
-        if grouped
-        else specs.get_gpt_layer_local_spec
-    )
-    mlp = layer_spec(num_experts=settings.experts, moe_grouped_gemm=grouped).submodules.mlp
+    spec = get_moe_module_spec(grouped, settings.experts, grouped)
     # megatron-core >= 0.18 builds the MoE layer from a partial, earlier releases from a spec.
-    make = partial(build_module, mlp) if isinstance(mlp, ModuleSpec) else mlp
+    make = partial(build_module, spec) if isinstance(spec, ModuleSpec) else spec
     layer = make(config=config, pg_collection=get_default_pg_collection()).to("cuda")
     # They return their outputs and a bias, which is None here.
     return lambda rows, tokens_per_expert, probs: layer.experts(rows, tokens_per_expert, probs)[0]

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.presets import commit, machine, versions
@@ -22,38 +23,31 @@ from monta_megatron.exchange.collectives import find_nodes
 from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.exchange.streams import device_of_ranks, gpu_name
 from monta_megatron.integration.auto import AutoChooser
+from monta_megatron.integration.options import AUTO
+from monta_megatron.integration.planning import shape_of
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.price import price
 from monta_megatron.planner.tuning import TIME_LAG
-from monta_megatron.tools.bench import traffic
+from monta_megatron.tools.bench import layer, measure
 from monta_megatron.tools.bench.candidates import (
     Bench,
-    identity_experts,
+    BenchCandidate,
     make_batch,
     run_candidate,
     with_candidates,
 )
-from monta_megatron.tools.bench.layer import (
-    TimedExperts,
-    build_experts,
-    exchange_layout,
-    initialize_groups,
-)
-from monta_megatron.tools.bench.measure import differences_from_stock, time_interleaved
 from monta_megatron.tools.bench.report import Report, Row
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.joined_ranks import wait_for_all
 from monta_megatron.tools.record import record
 
 # Exchanges of an iteration; a training has more, and layers besides.
 MICRO_BATCHES = 4
+# Settings that are fields of a row.
+ROW_SETTINGS = ("tokens", "top_k", "routing", "tp", "ep", "etp")
 
 
 class MismatchError(Exception):
     """A candidate differs from stock alltoall; one line for each difference."""
-
-
-class Optimizer:
-    """Key by which a chooser counts the steps of a training."""
 
 
 def measure_point(
@@ -74,26 +68,21 @@ def measure_point(
         ValueError: a setting cannot run here.
         MismatchError: a candidate gives other results than stock alltoall; nothing was timed.
     """
-    # Step 1: build. A mistake is the same on every rank: none exits long before the first one has
-    # reported it.
-    try:
-        bench = prepare(settings, cluster, build)
-    except ValueError:
-        wait_for_all()
-        raise
-    # Step 2: check; once more after tuning, whose winner may not have run before.
-    progress.phase(f"checks of {counted(len(bench.candidates), 'dispatcher')}", 0)
-    _check(bench)
+    # Step 1: build, and tune.
+    bench = build(prepare(settings, cluster))
     if settings.tune_steps:
         _tune(bench, progress)
-        _check(bench)
+    # Step 2: check.
+    progress.phase(f"checks of {counted(len(bench.candidates), 'dispatcher')}", 0)
+    if wrong := measure.differences_from_stock(bench.candidates, bench.layout):
+        raise MismatchError("\n".join(wrong))
     # Step 3: time, and record.
-    scopes: dict[str, Experts] = {"exchange": identity_experts}
+    scopes: dict[str, Experts] = {"exchange": layer.NO_EXPERTS}
     if settings.expert_ms is not None:
         full_rows = settings.tokens * settings.top_k * settings.etp
-        scopes["layer"] = TimedExperts(settings.expert_ms, full_rows)
+        scopes["layer"] = layer.TimedExperts(settings.expert_ms, full_rows)
     elif settings.layer:
-        scopes["layer"] = build_experts(settings)
+        scopes["layer"] = layer.build_experts(settings)
     rows = [
         row
         for scope, experts in scopes.items()
@@ -106,25 +95,18 @@ def measure_point(
     return Report(meta=meta, rows=rows)
 
 
-def prepare(
-    settings: Settings,
-    cluster: Cluster | None,
-    build: Callable[[Bench], Bench] = with_candidates,
-) -> Bench:
-    """Megatron's groups, the data, and the dispatchers on both; see `measure_point`."""
-    initialize_groups(settings)
+def prepare(settings: Settings, cluster: Cluster | None) -> Bench:
+    """Megatron's groups and the data; without dispatchers."""
+    layer.initialize_groups(settings)
     world = dist.group.WORLD
     assert world is not None, "the launch is joined"
-    nodes = find_nodes(world, settings.ranks_per_node)
-    bench = Bench(
+    return Bench(
         settings=settings,
         cluster=cluster,
         emulated=EmulatedCluster.from_environment(),
-        nodes=nodes,
-        layout=exchange_layout(settings, nodes),
+        nodes=find_nodes(world, settings.ranks_per_node),
         batch=make_batch(settings, dist.get_rank(), device_of_ranks()),
     )
-    return build(bench)
 
 
 def provenance(bench: Bench) -> dict[str, Any]:
@@ -141,22 +123,16 @@ def provenance(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _check(bench: Bench) -> None:
-    wrong = differences_from_stock(bench.candidates, bench.layout)
-    if wrong:
-        raise MismatchError("\n".join(wrong))
-
-
 def _tune(bench: Bench, progress: Progress) -> None:
     """Open the tuning window of `auto`, as in a training."""
-    (auto,) = (each for each in bench.candidates if each.is_auto and not each.overlaps)
-    chooser, optimizer = auto.dispatcher.chooser, Optimizer()
+    (auto,) = (each for each in bench.candidates if each.requested == AUTO and not each.overlaps)
+    chooser, optimizer = auto.dispatcher.chooser, torch.optim.SGD([torch.zeros(1)])
     assert isinstance(chooser, AutoChooser), "it chooses"
     num_iterations = bench.settings.tune_steps + TIME_LAG
     progress.phase(f"tuning, {counted(num_iterations, 'iteration')}", num_iterations)
     for _ in range(num_iterations):
         for _ in range(MICRO_BATCHES):
-            run_candidate(auto, identity_experts, backward=True)
+            run_candidate(auto, layer.NO_EXPERTS)
         chooser.enter_step(optimizer)
         progress.step()
 
@@ -165,72 +141,50 @@ def _time(
     bench: Bench, scope: str, experts: Experts, phase: Phase, progress: Progress
 ) -> list[Row]:
     """Time all candidates in one phase; one row for each."""
-    settings, backward = bench.settings, phase == "forward_backward"
+    settings = bench.settings
     candidates = [each for each in bench.candidates if scope == "layer" or not each.overlaps]
-    num_runs = settings.warmup + settings.repeats
-    repeats = f"{settings.warmup} + {counted(settings.repeats, 'repeat')}"
-    progress.phase(f"{scope}, {phase}, {repeats}", num_runs)
-    for candidate in candidates:
-        candidate.clear_sent_bytes()
-    times_ms = time_interleaved(
-        [partial(run_candidate, each, experts, backward) for each in candidates],
-        settings.repeats,
-        settings.warmup,
-        progress.step,
-    )
-    percentiles_ms = np.percentile(times_ms, [10, 50, 90], axis=0)  # [3, candidates]
-    base_ms = float(percentiles_ms[1, 0])
-    limit_ms = _limit_ms(bench, backward)
+    progress.phase(f"{scope}, {phase}, {counted(settings.repeats, 'repeat')}", settings.repeats)
+    sent_bytes = [measure.run_counted(each, experts, phase, bench.nodes) for each in candidates]
+    runs = [partial(run_candidate, each, experts, phase) for each in candidates]
+    times_ms = measure.time_interleaved(runs, settings.repeats, progress.step)
+    least_ms, stock_ms = measure.limit_ms(bench, phase), float(np.median(times_ms[:, 0]))
     rows = []
-    for candidate, (p10_ms, median_ms, p90_ms) in zip(
-        candidates, percentiles_ms.T.tolist(), strict=True
+    for candidate, ms, (inter_bytes, intra_bytes) in zip(
+        candidates, times_ms.T, sent_bytes, strict=True
     ):
         chain, num_chunks = candidate.key
-        predicted_ms = None
-        if bench.cluster is not None and candidate.kind == "monta" and scope == "exchange":
-            shape = traffic.shape_of(settings, bench.layout)
-            predicted_ms = traffic.predict_ms(shape, bench.cluster, chain, num_chunks, phase)
-        sent_bytes = torch.tensor(candidate.sent_bytes(backward, num_runs))
-        dist.all_reduce(sent_bytes)
-        inter_bytes, intra_bytes = sent_bytes.tolist()
+        p10_ms, median_ms, p90_ms = np.percentile(ms, [10, 50, 90]).tolist()
+        inside = candidate.overlaps and candidate.dispatcher.computes
+        predicted_ms = _predicted_ms(bench, candidate, phase) if scope == "exchange" else None
         rows.append(
             Row(
+                **{name: getattr(settings, name) for name in ROW_SETTINGS},
                 dispatcher=candidate.kind,
                 chain=chain,
                 num_chunks=num_chunks,
                 scope=scope,
                 phase=phase,
-                tokens=settings.tokens,
-                top_k=settings.top_k,
-                routing=settings.routing,
-                tp=settings.tp,
-                ep=settings.ep,
-                etp=settings.etp,
                 inter_mbit=bench.emulated.inter_mbit if bench.emulated else None,
                 median_ms=median_ms,
                 p10_ms=p10_ms,
                 p90_ms=p90_ms,
                 inter_bytes=inter_bytes,
                 intra_bytes=intra_bytes,
-                pct_of_limit=None if limit_ms is None else 100 * limit_ms / median_ms,
-                ratio_to_alltoall=base_ms / median_ms,
+                pct_of_limit=least_ms and 100 * least_ms / median_ms,
+                ratio_to_alltoall=stock_ms / median_ms,
                 predicted_ms=predicted_ms,
-                chosen=candidate.is_auto,
-                experts_pipelined=candidate.experts_pipelined if scope == "layer" else None,
+                chosen=candidate.requested == AUTO,
+                experts_pipelined=inside if scope == "layer" else None,
             )
         )
     return rows
 
 
-def _limit_ms(bench: Bench, backward: bool) -> float | None:
-    """The least time that the links between nodes allow; None if unknown or nothing crosses."""
-    emulated = bench.emulated
-    if emulated is None:
+def _predicted_ms(bench: Bench, candidate: BenchCandidate, phase: Phase) -> float | None:
+    """Predicted time of a candidate; None for stock's, or without a cluster file."""
+    if bench.cluster is None or candidate.kind == "megatron":
         return None
-    routing_map = bench.batch.routing_map.cpu().numpy()
-    crossing = torch.from_numpy(
-        traffic.rows_that_cross(bench.layout, routing_map, len(set(bench.nodes)))
-    )
-    dist.all_reduce(crossing)
-    row_bytes = (4 if backward else 2) * bench.batch.hidden[0].nbytes
-    return traffic.limit_ms(crossing.numpy(), row_bytes, emulated.inter_mbit / 1e3)
+    dispatcher, (chain, num_chunks) = candidate.dispatcher, candidate.key
+    shape = shape_of(dispatcher.config, dispatcher.setup.layout)
+    shape = replace(shape, tokens_per_rank=bench.settings.tokens)
+    return price(shape, bench.cluster, CHAINS[chain], num_chunks, phase).total_us / 1e3

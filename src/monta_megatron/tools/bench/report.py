@@ -6,17 +6,6 @@ from typing import Any
 
 from monta_megatron.common.tables import table
 
-COLUMNS = (
-    "chain x chunks",
-    ">ms",
-    ">p10 to p90",
-    ">inter",
-    ">intra",
-    ">limit",
-    ">ratio",
-    ">predicted",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -90,30 +79,33 @@ class Report:
 
     def text(self) -> str:
         """A table for each scope and phase."""
+        cells: dict[tuple[str, str], list[dict[str, str | None]]] = {}
+        for row in self.rows:
+            cells.setdefault((row.scope, row.phase), []).append(_cells(row))
         tables = [
             table(
-                COLUMNS,
-                [_cells(row) for row in self.rows if (row.scope, row.phase) == (scope, phase)],
+                list(rows[0]),
+                [list(row.values()) for row in rows],
                 title=f"{scope}, {phase.replace('_', ' + ')} (ms; payload in MB)",
             )
-            for scope, phase in dict.fromkeys((row.scope, row.phase) for row in self.rows)
+            for (scope, phase), rows in cells.items()
         ]
         left_out = [f"left out: {name}: {why}" for name, why in self.meta["skipped"].items()]
         return "\n\n".join([*tables, *left_out])
 
 
-def _cells(row: Row) -> list[str | None]:
-    """The row under `COLUMNS`."""
-    return [
-        row.name,
-        _short(row.median_ms),
-        f"{_short(row.p10_ms)} to {_short(row.p90_ms)}",
-        _short(row.inter_bytes / 1e6),
-        _short(row.intra_bytes / 1e6),
-        None if row.pct_of_limit is None else f"{row.pct_of_limit:.0f}%",
-        f"{row.ratio_to_alltoall:.2f}",
-        None if row.predicted_ms is None else _short(row.predicted_ms),
-    ]
+def _cells(row: Row) -> dict[str, str | None]:
+    """The cells of a row by heading."""
+    return {
+        "chain x chunks": row.name,
+        ">ms": _short(row.median_ms),
+        ">p10 to p90": f"{_short(row.p10_ms)} to {_short(row.p90_ms)}",
+        ">inter": _short(row.inter_bytes / 1e6),
+        ">intra": _short(row.intra_bytes / 1e6),
+        ">limit": None if row.pct_of_limit is None else f"{row.pct_of_limit:.0f}%",
+        ">ratio": f"{row.ratio_to_alltoall:.2f}",
+        ">predicted": None if row.predicted_ms is None else _short(row.predicted_ms),
+    }
 
 
 def _short(value: float) -> str:

@@ -5,13 +5,12 @@ The command line and sweep files take their flags from here. Values stay texts u
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from monta_megatron.common.flags import (
     DTYPE_BYTES,
-    ROUTINGS,
     listed,
     name_of,
     num_tokens,
@@ -23,7 +22,8 @@ from monta_megatron.common.flags import (
 # As in `chains.program`, which `--help` does not import.
 Phase: TypeAlias = Literal["forward", "forward_backward"]
 PHASES, STOCK = get_args(Phase), ("alltoall", "allgather")
-ALL_CHAINS = "all"
+# See `candidates.draw_experts`.
+ROUTINGS = ("uniform", "skewed")
 # Terms of a sum that the check of correctness has exactly in bf16: each is 2 at most, and bf16 has
 # every integer up to 256.
 MOST_TERMS = 128
@@ -47,11 +47,11 @@ def _setting(*flag: Any) -> Any:
     return field(metadata={"flag": Flag(*flag)})
 
 
-def _chains() -> Sequence[str]:
+def _chains() -> tuple[str, ...]:
     from monta_megatron.chains import CHAINS
     from monta_megatron.integration.options import AUTO
 
-    return (*CHAINS, AUTO, ALL_CHAINS)
+    return (*CHAINS, AUTO)
 
 
 def _dtype(text: str) -> str:
@@ -80,8 +80,7 @@ class Settings:
     routing: str = _setting(name_of(lambda: ROUTINGS), " or ".join(ROUTINGS), "uniform")
     chains: tuple[str, ...] = _setting(
         listed(name_of(_chains)),
-        "chains, auto (the planner's pick), or all that can run",
-        ALL_CHAINS,
+        "chains, and auto (the planner's pick) (default: all that can run)",
     )
     num_chunks: tuple[int, ...] = _setting(
         listed(whole(1)), "chunks of each pipelined chain", "1,4"
@@ -97,11 +96,9 @@ class Settings:
     )
     expert_ms: float | None = _setting(
         positive,
-        "instead of experts, for --layer on CPU ranks: a timer that takes so many ms for the rows "
-        "of a rank, forward and again backward, and no processor",
+        "in place of experts, for --layer on CPU ranks: a timer of so many ms in each direction",
     )
-    repeats: int = _setting(whole(1), "timed runs of each", "5")
-    warmup: int = _setting(whole(0), "untimed runs of each before that", "1")
+    repeats: int = _setting(whole(1), "timed runs of each, after one that is not", "5")
     tune_steps: int = _setting(
         whole(0), "iterations in which auto tries its candidates before it is timed", "0"
     )
@@ -114,8 +111,7 @@ class Settings:
     )
     trace: str | None = _setting(
         str,
-        "record a pass of each kind for every row of the exchange, on all ranks: a Chrome trace, "
-        "for https://ui.perfetto.dev and monta timeline",
+        "record a run of every row of the exchange: a Chrome trace for Perfetto and monta timeline",
     )
     layer: bool
     overlap_experts: bool
@@ -133,11 +129,10 @@ class Settings:
         for name in self.chains:
             chain = CHAINS.get(name)
             serial = chain is not None and chain.serial
-            for num_chunks in (None,) if chain is None else (1,) if serial else self.num_chunks:
-                keys.append((name, num_chunks, False))
-                many = num_chunks is None or num_chunks > 1
-                if self.overlap_experts and many and (chain is None or chain.rows == "tokens"):
-                    keys.append((name, num_chunks, True))
+            numbers = (None,) if chain is None else (1,) if serial else self.num_chunks
+            keys += [(name, number, False) for number in numbers]
+            if self.overlap_experts and (chain is None or chain.rows == "tokens"):
+                keys += [(name, number, True) for number in numbers if number != 1]
         return sorted(keys, key=lambda key: key[2])
 
 
@@ -174,10 +169,9 @@ def parse_settings(texts: Mapping[str, Any], world_size: int) -> Settings:
     given["ffn_hidden"] = given["ffn_hidden"] or given["hidden"]
     # alltoall is the base of every ratio.
     given["stock"] = tuple(dict.fromkeys(("alltoall", *given["stock"])))
-    are_all = ALL_CHAINS in given["chains"]
-    if are_all:
-        given["chains"] = tuple(name for name in _chains() if name != ALL_CHAINS)
-    settings = Settings(**given, skip_incompatible=are_all)
+    given["skip_incompatible"] = given["chains"] is None
+    given["chains"] = given["chains"] or _chains()
+    settings = Settings(**given)
     for key, holds, rule in _rules(settings, world_size):
         if not holds:
             name = key.replace("_", "-")
