@@ -324,7 +324,7 @@ def test_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for words, said in (
         (["--run-directory", str(tmp_path)], "--run-directory: got"),
-        (["--dry-run", "--lr", "1"], "unrecognized arguments: --lr 1; arguments of Megatron go"),
+        (["--dry-run", "--lr", "1"], "unrecognized arguments: --lr 1; those of MEGATRON go"),
         (["--dry-rum"], "unrecognized arguments: --dry-rum; did you mean --dry-run?"),
     ):
         try:

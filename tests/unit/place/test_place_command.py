@@ -101,7 +101,7 @@ GOOD = {"model": "toy", "num_experts": 4, "placement": {"0": [1, 0, 2, 3]}}
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--trace {trace} {files} --undo", "--undo: given, must be left out with --trace"),
+        ("--trace {trace} {files} --undo", "--undo: got True, must be left out with --trace"),
         ("--trace {trace} {files} --ep 3", "ep: got 3, must divide num-experts"),
         ("--trace {trace} {files} --ep 64", "--ep: got 64 at --etp 1, must be at most the 16"),
         ("--trace {trace} {files} --pp 3", "--pp: got 3, must divide the 1 ranks"),
