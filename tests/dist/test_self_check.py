@@ -16,7 +16,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import executor
 from monta_megatron.integration import first_use
 
-CASE = Case(chain="hierarchical_alltoall", num_local_experts=4, topk=3, num_chunks=3)
+CASE = Case(chain="hierarchical_alltoall", num_local_experts=4, topk=3, hidden=24, num_chunks=3)
 # EP, ETP, ranks per node: two nodes of two ranks, then four ranks in a node, a rail, an ETP group.
 LAYOUTS = [(4, 1, 2), (2, 2, 2), (4, 1, 4), (4, 1, 1), (1, 4, 4)]
 
