@@ -12,7 +12,7 @@ mixed. A case that fails is printed with its parameters and with the command tha
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 import dispatchers
 import exchanges
+import layers
 import test_dispatcher_properties as of_dispatchers
 import test_exchange_properties as of_exchanges
 from pool import Pool
@@ -35,14 +36,14 @@ class Comparison:
     Attributes:
         case: class of a case.
         check_many: checks them on a rank.
-        run: draws cases by a seed and checks them: (pool, number of cases, seed).
+        draw: draws cases without end: (world size, seed).
         shares: cases of each world size, in relation.
         cases_per_pool: after which the ranks start again; None for never.
     """
 
     case: type
     check_many: Callable[[list[Any]], list[tuple[int, str]]]
-    run: Callable[[Pool, int, int], None]
+    draw: Callable[[int, int], Iterator[Any]]
     shares: dict[int, int]
     cases_per_pool: int | None
 
@@ -51,14 +52,14 @@ COMPARISONS = {
     "reference": Comparison(
         exchanges.Case,
         exchanges.check_many,
-        of_exchanges.run_properties,
+        of_exchanges.draw_cases,
         of_exchanges.NUM_CASES,
         None,
     ),
     "stock": Comparison(
-        dispatchers.Case,
+        layers.Case,
         dispatchers.check_many,
-        of_dispatchers.run_dispatchers,
+        of_dispatchers.draw_cases,
         {4: 19, 8: 1},
         of_dispatchers.CASES_PER_POOL,
     ),
@@ -119,7 +120,9 @@ def run_in_pools(comparison: Comparison, world_size: int, num_cases: int, seed: 
     for first in range(0, num_cases, at_once):
         with closing(Pool(world_size)) as pool:
             # Seeds of rounds, far from those of other runs.
-            comparison.run(pool, min(at_once, num_cases - first), 1000 * seed + first // at_once)
+            cases = comparison.draw(world_size, 1000 * seed + first // at_once)
+            number = min(at_once, num_cases - first)
+            of_exchanges.run_cases(pool, comparison.check_many, cases, number)
 
 
 if __name__ == "__main__":

@@ -9,168 +9,32 @@ them.
 
 import contextlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
 import exchanges
-import layers
+import pytest
 import torch
 import torch.distributed as dist
-from equal import difference
+from equal import assert_equal, difference
+from layers import Batch, Case, build_layer, build_pair, capturing_preprocess, make_batch
 from torch.utils.checkpoint import checkpoint
 
 from monta_megatron.chains import CHAINS
 
-# Of a tuning window, with trials of two candidates.
-STEPS = 6
-ROUTER_WIDTH = 8
+DROP = {"moe_expert_capacity_factor": 1.0}
+PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
-
-@dataclass(frozen=True, kw_only=True)
-class Case(exchanges.Case):
-    """A dispatcher, and the micro-batches that go through it.
-
-    `chain` may be "auto", which may be tuned; an optimizer makes a step after each micro-batch.
-    Rank r has `tokens[r + step]` tokens, cyclically. `routing` is as in `exchanges.Case`, or
-    "no_expert" (no token has any), "empty_rank" (none of a rank's has), "mixed" (ranks have fewer
-    than top-k, any number, or none, in turn), or "router": Megatron's.
-    `capacity`: "" for none; "drop" counts what a router has dropped, "pad" fills the experts up.
-    Rows, as wide as `hidden`, are [T / B, B, W] for B = `batch`, or [T, W] where they are `flat`;
-    `strided` ones have gaps between them, and lists lie transposed. `params_dtype` is the rows'
-    dtype unless given. `fused` is Triton's interpreter, `pipelined` the experts inside the
-    pipeline, `checked` the check of the first use. Where a case is not of training, every other
-    step trains all the same. `recompute` is "reentrant" or "not reentrant" where backward runs our
-    phases again.
-    """
-
-    tp: int = 1
-    batch: int = 1
-    params_dtype: str = ""
-    capacity: str = ""
-    num_steps: int = 1
-    is_tuned: bool = False
-    pipelined: bool = False
-    fused: bool = False
-    flat: bool = False
-    strided: bool = False
-    is_training: bool = True
-    recompute: str = ""
-    checked: bool = False
-
-    @property
-    def is_patched(self) -> bool:
-        """Whether Megatron counts rows by the map, as frameworks patch it.
-
-        They have to where a map holds more experts of a token than top-k.
-        """
-        holds_more = self.routing in ("any_number", "every_expert", "mixed")
-        of_tokens = self.chain != "auto" and CHAINS[self.chain].rows == "tokens"
-        return (holds_more and not of_tokens) or self.seed % 2 == 1
-
-    @property
-    def layer(self) -> layers.Case:
-        """The layer whose dispatcher it is."""
-        router_dtypes = {"float32": "fp32", "float64": "fp64"}
-        config: dict[str, Any] = {"moe_router_dtype": router_dtypes.get(self.probs_dtype)}
-        if self.capacity:
-            config["moe_expert_capacity_factor"] = 1.0
-            config["moe_pad_expert_input_to_capacity"] = self.capacity == "pad"
-        options = {
-            "chain": self.chain,
-            "ranks_per_node": self.ranks_per_node,
-            "num_chunks": None if self.chain == "auto" else self.num_chunks,
-            "tune_steps": STEPS if self.is_tuned else 0,
-            "overlap_experts": self.pipelined or None,
-            "check": int(self.checked),
-        }
-        return layers.Case(
-            tp=self.tp,
-            ep=self.ep,
-            etp=self.etp,
-            num_local_experts=self.num_local_experts,
-            topk=self.topk,
-            # Of the router, and of experts that are not run.
-            hidden=ROUTER_WIDTH,
-            dtype=self.params_dtype or self.dtype,
-            config=config,
-            options={f"moe_monta_{name}": value for name, value in options.items()},
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """A micro-batch of this rank.
-
-    Attributes:
-        tokens: [T, W].
-        routing_map: [T, E] bool.
-        probs: [T, E], 0 outside of the map.
-        gradient: [T, W], of the output.
-    """
-
-    tokens: torch.Tensor
-    routing_map: torch.Tensor
-    probs: torch.Tensor
-    gradient: torch.Tensor
-
-
-def make_batch(case: Case, step: int, layer: Any) -> Batch:
-    """What this rank has in a step; `layer` has the router."""
-    rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(1009 * case.seed + 101 * step + rank)
-    num_tokens = case.tokens[(rank + step) % len(case.tokens)]
-
-    def normal(width: int, dtype: str) -> torch.Tensor:
-        values = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64)
-        return values.to(getattr(torch, dtype))
-
-    if case.routing == "router":
-        with torch.no_grad():
-            _, routing_map = layer.router(normal(ROUTER_WIDTH, case.dtype).unsqueeze(1))
-    else:
-        routing = case.routing
-        if routing == "mixed":
-            routing = ("capacity", "any_number", "no_expert")[rank % 3]
-        if routing == "empty_rank" and rank == case.seed % dist.get_world_size():
-            routing = "no_expert"
-        named = replace(case, routing=routing if routing in exchanges.ROUTINGS else "uniform")
-        routing_map = exchanges.make_routing(named, num_tokens, generator)
-        if routing == "no_expert":
-            routing_map = torch.zeros_like(routing_map)
-    if case.strided:
-        routing_map = routing_map.T.contiguous().T
-    return Batch(
-        tokens=normal(case.hidden, case.dtype),
-        routing_map=routing_map,
-        probs=normal(case.num_experts, case.probs_dtype) * routing_map,
-        gradient=normal(case.hidden, case.dtype),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """What a dispatcher gave; None where it did not, as rows at experts inside the pipeline.
-
-    Attributes:
-        rows, probs, tokens_per_expert: [N, W], [N] and [L] at the experts.
-        expert_gradient: [N, W], of what the experts handed back.
-        output: [T, W].
-        token_gradient, prob_gradient: [T, W] and [T, E].
-    """
-
-    rows: torch.Tensor | None
-    probs: torch.Tensor | None
-    tokens_per_expert: torch.Tensor | None
-    expert_gradient: torch.Tensor | None
-    output: torch.Tensor
-    token_gradient: torch.Tensor | None
-    prob_gradient: torch.Tensor | None
-
-
-# By their names in `Passes`.
+# What a dispatcher gave, by name: "rows", "probs" and "tokens_per_expert" at the experts ([N, W],
+# [N] and [L]) and "expert_gradient" ([N, W], of what the experts handed back), but for experts
+# inside the pipeline; "output" and "token_gradient" ([T, W]), and "prob_gradient" ([T, E]).
+Passes = dict[str, torch.Tensor]
 SUMS = ("output", "token_gradient", "prob_gradient")
+# Rows, tokens per expert and probabilities -> rows.
+Experts = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
 
 
 def factors_of(experts: torch.Tensor, etp_rank: int) -> torch.Tensor:
@@ -184,17 +48,30 @@ def compute(rows: torch.Tensor, factors: torch.Tensor, probs: torch.Tensor) -> t
     return (outputs * probs[:, None]).to(rows.dtype)
 
 
+def after_preprocess(
+    dispatcher: Any, experts: Experts, rows: torch.Tensor, probs: torch.Tensor
+) -> torch.Tensor:
+    """The five phases behind the first, with experts between them or inside: the output."""
+    sent = dispatcher.token_dispatch(rows, probs)
+    if getattr(dispatcher, "computes", False):
+        computed = dispatcher.compute(experts, *sent)
+    else:
+        at_experts = experts(*dispatcher.dispatch_postprocess(*sent))
+        computed = dispatcher.combine_preprocess(at_experts)
+    return dispatcher.combine_postprocess(dispatcher.token_combine(computed))
+
+
 def run_phases(case: Case, dispatcher: Any, batch: Batch, is_training: bool = True) -> Passes:
     """All six phases and, in training, their backward passes."""
-    num_tokens = len(batch.tokens)
+    num_tokens, width = batch.tokens.shape
     shape = (num_tokens,) if case.flat else (num_tokens // case.batch, case.batch)
-    shape = (*shape, case.hidden)
+    shape = (*shape, width)
 
     def given(rows: torch.Tensor) -> torch.Tensor:
         """[T, W] -> `shape`."""
         if case.strided:
             gaps = torch.full_like(rows, torch.nan)
-            rows = torch.cat([rows, gaps], dim=1)[:, : case.hidden]
+            rows = torch.cat([rows, gaps], dim=1)[:, :width]
         return rows.view(shape)
 
     seen: list[tuple[torch.Tensor, ...]] = []
@@ -214,16 +91,7 @@ def run_phases(case: Case, dispatcher: Any, batch: Batch, is_training: bool = Tr
 
     def phases(tokens: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         entered = dispatcher.dispatch_preprocess(tokens, batch.routing_map.clone(), probs)
-        sent = dispatcher.token_dispatch(*entered)
-        if in_pipeline():
-            computed = dispatcher.compute(experts, *sent)
-        else:
-            at_experts = experts(*dispatcher.dispatch_postprocess(*sent))
-            computed = dispatcher.combine_preprocess(at_experts)
-        return dispatcher.combine_postprocess(dispatcher.token_combine(computed))
-
-    def in_pipeline() -> bool:
-        return getattr(dispatcher, "computes", False)
+        return after_preprocess(dispatcher, experts, *entered)
 
     tokens, probs = batch.tokens.clone().requires_grad_(), batch.probs.clone().requires_grad_()
     is_ours = hasattr(dispatcher, "chooser")
@@ -235,23 +103,22 @@ def run_phases(case: Case, dispatcher: Any, batch: Batch, is_training: bool = Tr
             output = phases(given(tokens), probs)
     assert output.shape == shape, f"an output of {tuple(output.shape)} for {shape}"
     assert output.requires_grad == is_training
+    # As Megatron's branch dev does, before it recomputes a layer.
+    dispatcher.probs = dispatcher.routing_map = dispatcher.hidden_shape = None
+    dispatcher.reversed_local_input_permutation_mapping = None
     if is_training:
         torch.autograd.backward(output, given(batch.gradient))
     number = len(seen) // (2 if case.recompute and is_ours else 1)
     for first, again in zip(seen[:number], seen[number:], strict=False):
         for one, other in zip(first, again, strict=True):
             assert torch.equal(one, other), "recomputed otherwise"
-    is_in_pipeline = in_pipeline()
-    rows_seen, probs_seen, counts_seen = (None,) * 3 if is_in_pipeline else seen[0]
-    return Passes(
-        rows=rows_seen,
-        probs=probs_seen,
-        tokens_per_expert=counts_seen,
-        expert_gradient=None if is_in_pipeline or not is_training else gradients[0],
-        output=output.detach().reshape(num_tokens, case.hidden),
-        token_gradient=tokens.grad,
-        prob_gradient=probs.grad,
-    )
+    found = {"output": output.detach().reshape(num_tokens, width)}
+    if is_training:
+        found |= {"token_gradient": tokens.grad, "prob_gradient": probs.grad}
+    if not getattr(dispatcher, "computes", False):
+        found |= zip(("rows", "probs", "tokens_per_expert"), seen[0], strict=True)
+        found |= {"expert_gradient": gradients[0]} if is_training else {}
+    return found
 
 
 def bounds_of(case: Case, batch: Batch) -> dict[str, torch.Tensor]:
@@ -263,7 +130,7 @@ def bounds_of(case: Case, batch: Batch) -> dict[str, torch.Tensor]:
     ranks.
     """
     pairs = batch.routing_map
-    if case.capacity == "pad":
+    if case.config == PAD:
         # Any pair may fill an expert up: with probability 0, but with a gradient.
         pairs = torch.ones_like(pairs)
     token, expert = pairs.nonzero(as_tuple=True)
@@ -302,26 +169,29 @@ def check(case: Case) -> list[str]:
     auto._shared.clear()
     if case.checked:
         first_use._passed.clear()
-    layer = layers.build_layer(case.layer, "monta")
-    dispatcher, stock = layer.token_dispatcher, stock_dispatcher(case, layer)
+    layer = build_layer(case)
+    stock, dispatcher = build_layer(case, "alltoall").token_dispatcher, layer.token_dispatcher
+    # Frameworks patch how Megatron counts rows, and have to where a token has more than top-k.
+    holds_more = case.routing in ("any_number", "every_expert", "mixed")
+    of_tokens = case.chain != "auto" and CHAINS[case.chain].rows == "tokens"
+    is_patched = (holds_more and not of_tokens) or case.seed % 2 == 1
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     found = []
     for step in range(case.num_steps):
-        batch = make_batch(case, step, layer)
+        batch = make_batch(case, layer, step)
         is_training = case.is_training or step % 2 == 1
         with exchanges.uninitialised_memory_is_nan():
             with contextlib.ExitStack() as stack:
                 if case.fused:
-                    dispatcher.setup = replace(dispatcher.setup, is_fused=True)
-                    stack.enter_context(kernels_in_interpreter())
-                if case.is_patched:
+                    stack.enter_context(in_interpreter(dispatcher))
+                if is_patched:
                     stack.enter_context(rows_counted_from_the_map())
                 ours = run_phases(case, dispatcher, batch, is_training)
             with rows_counted_from_the_map():
                 theirs = run_phases(case, stock, batch, is_training)
         what = f"rank {dist.get_rank()}, step {step}, chain {dispatcher.choice.chain}"
         rows = CHAINS[dispatcher.choice.chain].rows
-        if case.is_patched and case.chain != "auto" and not case.capacity:
+        if is_patched and case.chain != "auto" and not case.config:
             # The host has to know how many rows there are before it permutes them.
             is_early = dispatcher.cuda_sync_point == "before_permutation_1"
             assert is_early == (rows == "permuted tokens"), dispatcher.cuda_sync_point
@@ -335,26 +205,10 @@ def check(case: Case) -> list[str]:
     return found
 
 
-def stock_dispatcher(case: Case, layer: Any) -> Any:
-    """Stock's for the experts of a layer."""
-    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    return MoEAlltoAllTokenDispatcher(
-        layer.num_local_experts,
-        layer.local_expert_indices,
-        layers.transformer_config(case.layer, "alltoall"),
-        get_default_pg_collection(),
-    )
-
-
 def differences(ours: Passes, theirs: Passes, bounds: dict[str, torch.Tensor]) -> Iterator[str]:
     """What differs: equal to the bit, but for sums that have bounds."""
-    for name, mine in vars(ours).items():
-        other = getattr(theirs, name)
-        if mine is None:
-            continue
-        assert other is not None, f"stock gave no {name}"
+    for name, mine in ours.items():
+        other = theirs[name]
         if name in bounds and mine.dtype != other.dtype:
             yield f"{name}: {mine.dtype}, expected {other.dtype}"
         elif line := difference(mine, other, bounds.get(name)):
@@ -382,14 +236,16 @@ def rows_counted_from_the_map() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kernels_in_interpreter() -> Iterator[None]:
-    """Run Triton's kernels on the host, see `Pool`."""
+def in_interpreter(dispatcher: Any) -> Iterator[None]:
+    """Run a dispatcher's Triton kernels on the host, see `Pool`."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
     from monta_megatron.exchange import count_messages
     from monta_megatron.integration import first_use
 
+    dispatcher.setup = replace(dispatcher.setup, is_fused=True)
     with (
         mock.patch.object(count_messages, "is_fused", lambda *_: True),
+        # It takes 20 s for 256 tokens.
         mock.patch.object(first_use, "NUM_TOKENS", 16),
     ):
         yield
@@ -398,3 +254,106 @@ def kernels_in_interpreter() -> Iterator[None]:
 def check_many(cases: list[Case]) -> list[tuple[int, str]]:
     """`check` for many cases in one call, see `exchanges.check_many`."""
     return exchanges.each_checked(check, cases)
+
+
+def scale(rows: torch.Tensor, _: Any, probs: torch.Tensor) -> torch.Tensor:
+    """Experts that all do the same."""
+    return (rows * probs[:, None]).to(rows.dtype)
+
+
+def compare_batch_invariant(case: Case) -> None:
+    """Sums by EP rank, then by expert: stock's bits, which are not those of its usual sums.
+
+    Without the kernels that Megatron's mode puts in place of torch's.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "is_batch_invariant_mode_enabled"):
+        pytest.skip("needs Megatron-Core >= 0.20, which orders a token's sum in this mode")
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+    from megatron.core.transformer.enums import AttnBackend
+
+    layer = build_layer(case, "alltoall")
+    batch = make_batch(case, layer)
+    usual = run_phases(case, layer.token_dispatcher, batch)
+    demanded = {
+        "batch_invariant_mode": True,
+        "batch_invariant_backend": "te_native",
+        "attention_backend": AttnBackend.flash,
+        "flash_attention_version": 3,
+        "attention_dropout": 0.0,
+    }
+    case = replace(case, params_dtype="bfloat16", config=case.config | demanded)
+    with mock.patch.object(batch_invariant_kernels, "_batch_invariant_MODE", True):
+        stock, ours = (layer.token_dispatcher for layer in build_pair(case))
+        # In fp32 the order shows in the last bits, in bf16 every rounding does.
+        for dtype in ("float32", "bfloat16"):
+            each = replace(case, dtype=dtype)
+            rows, gradient = (
+                values.to(getattr(torch, dtype)) for values in (batch.tokens, batch.gradient)
+            )
+            of_dtype = replace(batch, tokens=rows, gradient=gradient)
+            found, expected = (run_phases(each, one, of_dtype) for one in (ours, stock))
+            assert not torch.equal(expected["output"], usual["output"]), "the order does not matter"
+            bounds = {} if case.exact_sums else bounds_of(each, of_dtype)
+            bounds.pop("output", None)
+            assert not list(differences(found, expected, bounds))
+
+
+def replay_cuda_graph_attributes(case: Case, num_steps: int = 1) -> list[str]:
+    """Megatron replays a captured preprocess by setting the listed attributes: do that.
+
+    Batch A is preprocessed and its attributes are kept; batch B is preprocessed after it; then
+    A's attributes come back in every step, and the rest of the phases must belong to A. A name with
+    dots is that of an attribute of the shared experts.
+
+    Returns:
+        what ran in each step.
+    """
+    from monta_megatron.integration import auto
+
+    auto._shared.clear()
+    with capturing_preprocess():
+        layer = build_layer(case)
+    dispatcher = layer.token_dispatcher
+    batches = [make_batch(case, layer, step) for step in range(2)]
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+
+    def preprocess(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = batch.tokens.unsqueeze(1)
+        return dispatcher.dispatch_preprocess(tokens, batch.routing_map.clone(), batch.probs)
+
+    expected = after_preprocess(dispatcher, scale, *preprocess(batches[0]))
+    # Overlapped shared experts refuse a second preprocess while the first is under way.
+    idle = getattr(dispatcher.shared_experts, "_overlap_state", None)
+    kept = []
+    for batch in batches:
+        if idle is not None:
+            dispatcher.shared_experts._overlap_state = idle
+        outputs = preprocess(batch)
+        attributes = {
+            name: value.clone()
+            for name in dispatcher.cudagraph_attrs
+            if isinstance(value := attrgetter(name)(dispatcher), torch.Tensor)
+        }
+        kept.append((outputs, attributes))
+    captured, attributes = kept[0]
+    if dispatcher.shared_experts is not None:
+        assert "shared_experts.cached_fc1_input" in attributes
+    assert "joined_counts" in attributes
+    seen = []
+    for _ in range(num_steps):
+        for name, value in attributes.items():
+            *path, last = name.split(".")
+            value = value.clone()
+            setattr(attrgetter(path[0])(dispatcher) if path else dispatcher, last, value)
+            if hasattr(dispatcher, "get_cudagraph_attr"):
+                assert dispatcher.get_cudagraph_attr(name) is value
+        rows, probs = (each.detach().clone() for each in captured)
+        output = after_preprocess(dispatcher, scale, rows * weight, probs)
+        assert_equal(output.detach(), expected, "the replayed batch")
+        output.sum().backward()
+        optimizer.step()
+        seen.append(dispatcher.choice.name)
+    return seen

@@ -14,28 +14,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
-from unittest import mock
 
 import reference
 import torch
 import torch.distributed as dist
-from equal import assert_equal, difference
+from equal import difference
 from fake_world import bound_exchange
 
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
 from monta_megatron.core import Layout
-from monta_megatron.exchange import executor
 from monta_megatron.exchange.collectives import PeerGroup, peer_groups
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.streams import Streams
 
 C = TypeVar("C")
 
 ROUTINGS = (
     "uniform",
     "skewed",
+    "expert0_empty",
     "one_expert",
     "one_rank",
     "limited",
@@ -49,10 +47,11 @@ ROUTINGS = (
 class Case:
     """One exchange and its data.
 
-    `routing`: "uniform" is top-k at random; "skewed" prefers the first experts; "one_expert" is
-    the last expert alone; "one_rank" is the last EP rank alone; "limited" is one or two EP ranks
-    per token; "capacity" drops pairs, so that some tokens have fewer experts or none;
-    "any_number" is 0 to E experts per token; "every_expert" is all of them.
+    `routing`: "uniform" is top-k at random; "skewed" prefers the first experts;
+    "expert0_empty" spares the first, if it can; "one_expert" is the last expert alone; "one_rank"
+    is the last EP rank alone; "limited" is one or two EP ranks per token; "capacity" drops pairs,
+    so that some tokens have fewer experts or none; "any_number" is 0 to E experts per token;
+    "every_expert" is all of them.
     """
 
     chain: str
@@ -69,6 +68,11 @@ class Case:
     num_chunks: int = 1
     num_blocks: int = 1
     seed: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """EP, ETP and ranks per node."""
+        return self.ep, self.etp, self.ranks_per_node
 
     @property
     def size(self) -> int:
@@ -160,6 +164,8 @@ def make_routing(case: Case, num_tokens: int, generator: torch.Generator) -> tor
         return scores < density * density
     if case.routing == "skewed":
         scores += 2 * torch.exp(-torch.arange(num_experts) * 4 / num_experts)
+    if case.routing == "expert0_empty":
+        scores[:, 0] = -1.0
     if case.routing == "one_expert":
         topk = 1
         scores[:, -1] = 2.0
@@ -284,7 +290,7 @@ def make_source(
         place: the rank and its groups; None for this process's.
     """
     if place is None:
-        _, rank, _, groups = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+        _, rank, _, groups = find_groups(case.chain, *case.shape)
     else:
         rank, groups = place
     chain, layout = CHAINS[case.chain], case.layout(rank)
@@ -316,32 +322,16 @@ def make_source(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """What the four passes gave one rank.
-
-    Attributes:
-        expert_rows, expert_probs, tokens_per_expert: of dispatch.
-        token_gradient, prob_gradient: [T, H] and [T, E], of dispatch backward.
-        output: [T, H], of combine.
-        source_rows: [N, H], of combine before pairs are summed.
-        expert_gradient: [N, H], of combine backward.
-    """
-
-    expert_rows: torch.Tensor
-    expert_probs: torch.Tensor
-    tokens_per_expert: torch.Tensor
-    token_gradient: torch.Tensor
-    prob_gradient: torch.Tensor
-    output: torch.Tensor
-    source_rows: torch.Tensor
-    expert_gradient: torch.Tensor
-
-
 def run_passes(
     case: Case, data: Data, ended: Callable[[str, Monitor], None] = lambda name, monitor: None
-) -> Passes:
-    """All four passes of one exchange; `ended` is called behind each."""
+) -> dict[str, torch.Tensor]:
+    """All four passes of one exchange; `ended` is called behind each.
+
+    Returns:
+        "expert_rows", "expert_probs" and "tokens_per_expert" of dispatch; "token_gradient" [T, H]
+        and "prob_gradient" [T, E] of its backward pass; "output" [T, H] of combine, and
+        "expert_gradient" [N, H] of its backward pass.
+    """
     source = make_source(case, data)
     rank, exchange = source.rank, source.exchange
     num_tokens = data.tokens[rank].shape[0]
@@ -362,16 +352,15 @@ def run_passes(
     torch.autograd.backward(combined, source.rows(data.gradients[rank]))
     ended("combine_backward", exchange.monitor)
     assert outputs.grad is not None
-    return Passes(
-        expert_rows=expert_rows.detach(),
-        expert_probs=expert_probs.detach(),
-        tokens_per_expert=torch.from_numpy(exchange.bound_chain.rows_per_local_expert),
-        token_gradient=source.sum_of_rows(rows.grad, num_tokens),
-        prob_gradient=source.dense_probs(probs.grad, num_tokens, case.num_experts),
-        output=source.sum_of_rows(combined.detach(), num_tokens),
-        source_rows=combined.detach(),
-        expert_gradient=outputs.grad,
-    )
+    return {
+        "expert_rows": expert_rows.detach(),
+        "expert_probs": expert_probs.detach(),
+        "tokens_per_expert": torch.from_numpy(exchange.bound_chain.rows_per_local_expert),
+        "token_gradient": source.sum_of_rows(rows.grad, num_tokens),
+        "prob_gradient": source.dense_probs(probs.grad, num_tokens, case.num_experts),
+        "output": source.sum_of_rows(combined.detach(), num_tokens),
+        "expert_gradient": outputs.grad,
+    }
 
 
 @contextmanager
@@ -386,39 +375,38 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
 
 def check(case: Case) -> list[str]:
     """Our four passes against the reference: what differs, one line each."""
-    exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+    exchange_index, rank, _, _ = find_groups(case.chain, *case.shape)
     data = make_data(case, exchange_index)
     with uninitialised_memory_is_nan():
         ours = run_passes(case, data)
-    shape = (case.ep, case.etp)
-    maps = data.routing_maps
-    expected = reference.dispatch(data.tokens, maps, data.probs, *shape)[rank]
-    expected_gradient = reference.dispatch(data.gradients, maps, data.probs, *shape)[rank]
+    shape = data.routing_maps, case.ep, case.etp
 
     # Step 1: what only moves is equal to the bit.
-    mismatches = []
-    for name, mine, theirs in (
-        ("expert rows", ours.expert_rows, expected.rows),
-        ("expert probs", ours.expert_probs, expected.probs),
-        ("tokens per expert", ours.tokens_per_expert, expected.tokens_per_expert),
-        ("combine backward", ours.expert_gradient, expected_gradient.rows),
-    ):
-        mismatches.append((name, difference(mine, theirs)))
+    exact = {
+        "expert_rows": reference.dispatch(data.tokens, *shape)[rank],
+        "expert_probs": reference.dispatch_probs(data.probs, *shape)[rank],
+        "tokens_per_expert": reference.arrivals(*shape)[rank].tokens_per_expert,
+        "expert_gradient": reference.dispatch(data.gradients, *shape)[rank],
+    }
+    mismatches = [(name, difference(ours[name], expected)) for name, expected in exact.items()]
 
     # Step 2: sums are within their roundings.
     # The sum of each entry's terms, and of their absolute values.
-    rows = [torch.cat([rows, rows.abs()], dim=1) for rows in data.expert_rows]
-    total, magnitude = reference.combine(rows, maps, *shape)[rank].chunk(2, dim=1)
+    total, magnitude = (
+        reference.combine(rows, *shape)[rank]
+        for rows in (data.expert_rows, [rows.abs() for rows in data.expert_rows])
+    )
     prob_total, prob_magnitude = (
-        reference.combine_probs(probs, maps, *shape)[rank]
+        reference.combine_probs(probs, *shape)[rank]
         for probs in (data.expert_probs, [probs.abs() for probs in data.expert_probs])
     )
-    for name, mine, theirs, largest in (
-        ("combine", ours.output, total, magnitude),
-        ("dispatch backward, rows", ours.token_gradient, total, magnitude),
-        ("dispatch backward, probs", ours.prob_gradient, prob_total, prob_magnitude),
+    for name, expected, largest in (
+        ("output", total, magnitude),
+        ("token_gradient", total, magnitude),
+        ("prob_gradient", prob_total, prob_magnitude),
     ):
-        mismatches.append((name, difference(mine, theirs, rounding_bound(case, mine, largest))))
+        bound = rounding_bound(case, ours[name], largest)
+        mismatches.append((name, difference(ours[name], expected, bound)))
     where = f"rank {rank} of exchange {exchange_index}"
     return [f"{where}: {name}: {line}" for name, line in mismatches if line is not None]
 
@@ -456,74 +444,6 @@ def each_checked(check: Callable[[C], list[str]], cases: list[C]) -> list[tuple[
     return found
 
 
-def check_deterministic(case: Case) -> None:
-    """The same bits on a second run, in all four passes."""
-    exchange_index, _, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
-    data = make_data(case, exchange_index)
-    first, second = run_passes(case, data), run_passes(case, data)
-    for name, value in vars(first).items():
-        assert_equal(getattr(second, name), value, f"{case}: {name} of a second run")
-
-
-def errors_of(case: Case, in_device_order: bool = False) -> dict[str, float]:
-    """Squared errors against the fp64 reference, summed over one rank's entries.
-
-    Args:
-        case: the case.
-        in_device_order: whether the programs are those that run on devices.
-
-    Returns:
-        of "one rounding", of one ascending fp32 sum; of "stock", over the ETP ranks, rounded, then
-        over the experts, rounded; of our "combine" and "dispatch backward"; the number of
-        "entries", and of those of ours that have other bits than stock's.
-    """
-    exchange_index, rank, _, _ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
-    data = make_data(case, exchange_index)
-    streams = DeviceOrder if in_device_order else Streams
-    with mock.patch.object(executor, "streams_for", lambda device: streams()):
-        ours = run_passes(case, data)
-    exact = reference.combine(data.expert_rows, data.routing_maps, case.ep, case.etp)[rank]
-    terms = _terms(case, data, rank)
-    num_tokens, _, _, hidden = terms.shape
-
-    # [T, E, ETP, H] -> [T, E, H]; with one ETP rank nothing is added, and so nothing rounded.
-    by_pair = ascending_sum(terms.reshape(-1, case.etp, hidden)).view(num_tokens, -1, hidden)
-    sums = {
-        "one rounding": ascending_sum(terms.reshape(num_tokens, -1, hidden)),
-        "stock": ascending_sum(by_pair),
-        "combine": ours.output,
-        "dispatch backward": ours.token_gradient,
-    }
-    squares = {name: float((each.double() - exact).square().sum()) for name, each in sums.items()}
-    differ = sum(int((sums[name] != sums["stock"]).sum()) for name in list(sums)[2:])
-    return squares | {"entries": exact.numel(), "differ": differ}
-
-
-class DeviceOrder(Streams):
-    """Programs as they are on devices, run by the host, which waits for each collective."""
-
-    policy = "streams"
-
-
-def _terms(case: Case, data: Data, rank: int) -> torch.Tensor:
-    """[T, E, ETP, H] what the experts' ranks hand back for this rank's tokens, 0 elsewhere."""
-    num_tokens = data.tokens[rank].shape[0]
-    terms = torch.zeros(num_tokens, case.num_experts, case.etp, case.hidden, dtype=case.torch_dtype)
-    by_rank = reference.arrivals(data.routing_maps, case.ep, case.etp)
-    for peer, (arrived, rows) in enumerate(zip(by_rank, data.expert_rows, strict=True)):
-        here = arrived.source == rank
-        terms[arrived.token[here], arrived.expert[here], peer % case.etp] = rows[here]
-    return terms
-
-
-def ascending_sum(terms: torch.Tensor) -> torch.Tensor:
-    """One fp32 sum in order, rounded once: [T, N, H] -> [T, H]. Adding a 0 rounds nothing."""
-    total = torch.zeros_like(terms[:, 0], dtype=torch.float32)
-    for term in terms.unbind(dim=1):
-        total += term.float()
-    return total.to(terms.dtype)
-
-
 # By pass, then by stage and resource.
 BytesByPass = dict[str, dict[tuple[str, str], int]]
 
@@ -539,6 +459,6 @@ def bytes_of_passes(cases: list[Case]) -> list[BytesByPass]:
 
     for case in cases:
         found.append({})
-        exchange_index, *_ = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
+        exchange_index, *_ = find_groups(case.chain, *case.shape)
         run_passes(case, make_data(case, exchange_index), ended)
     return found

@@ -1,43 +1,16 @@
-"""Functions that run on the ranks of a pool: layers with their experts in the pipeline."""
+"""What experts in the pipeline are tested with: grouped experts, recomputation, and DDP."""
 
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from equal import assert_equal
-from layers import (
-    HIDDEN,
-    Case,
-    assert_same_results,
-    build_layer,
-    build_pair,
-    error_of,
-    force,
-    forced_routing,
-    forward_backward,
-    make_batch,
-    phases,
-    seeded_by_rank,
-)
-
-
-def compare_frozen(case: Case, num_chunks: int, frozen: list[str]) -> None:
-    """Parts of a layer, or what it is given, without gradients: the others' are stock's."""
-    results = []
-    for layer in build_pair(case, num_chunks):
-        for name in set(frozen) - {"input"}:
-            getattr(layer, name).requires_grad_(False)
-        results.append(forward_backward(case, layer, "input" not in frozen))
-    stock, ours = results
-    trained = {"experts", "router"} - set(frozen)
-    assert {name.partition(".")[0] for name in ours.weight_gradients} == trained
-    assert_same_results(ours, stock, False, f"frozen: {frozen}")
+from layers import Case, build_layer, force, make_batch
 
 
 class GroupedLinear(torch.nn.Module):
@@ -59,8 +32,8 @@ class GroupedLinear(torch.nn.Module):
         return torch.cat(products), None
 
 
-def with_grouped_experts(layer: Any, recomputes_activation: bool) -> list[torch.Tensor]:
-    """Give a layer Megatron's grouped experts; their `tokens_per_expert`, call by call."""
+def give_grouped_experts(layer: Any) -> None:
+    """Give a layer Megatron's grouped experts."""
     from megatron.core.transformer.moe.experts import TEGroupedMLP
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -74,25 +47,6 @@ def with_grouped_experts(layer: Any, recomputes_activation: bool) -> list[torch.
         submodules,
         pg_collection=get_default_pg_collection(),
     ).to("cuda", layer.config.params_dtype)
-    layer.experts.activation_recompute = recomputes_activation
-    counts: list[torch.Tensor] = []
-    layer.experts.register_forward_pre_hook(lambda _, args: counts.append(args[1].clone()))
-    return counts
-
-
-def compare_grouped(case: Case, num_chunks: int, recomputes_activation: bool = False) -> None:
-    """Megatron's grouped experts, which get rows per expert as stock gives them."""
-    results, counts = [], []
-    for layer in build_pair(case, num_chunks):
-        counts.append(with_grouped_experts(layer, recomputes_activation))
-        with recomputation_on_a_host():
-            results.append(forward_backward(case, layer))
-    stock, ours = results
-    assert_same_results(ours, stock, False, "grouped experts")
-    (theirs,), mine = counts
-    assert len(mine) == num_chunks and torch.equal(sum(mine), theirs)
-    for each in mine:
-        assert (each.dtype, each.device, each.shape) == (theirs.dtype, theirs.device, theirs.shape)
 
 
 @contextlib.contextmanager
@@ -114,39 +68,6 @@ def recomputation_on_a_host() -> Iterator[None]:
         _get_share_storage=lambda: share_storage,
     ):
         yield
-
-
-def compare_recomputed_input(case: Case, num_chunks: int) -> None:
-    """What a layer reads is discarded and computed anew, as Megatron's norm before it may be."""
-    from megatron.core.tensor_parallel import CheckpointWithoutOutput
-
-    results = []
-    for is_recomputed in (False, True):
-        layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
-        whole = layer.forward
-
-        def forward(hidden: torch.Tensor, whole: Any = whole, again: bool = is_recomputed) -> Any:
-            if not again:
-                return whole(hidden.tanh())
-            checkpoint = CheckpointWithoutOutput()
-            output, _ = whole(checkpoint.checkpoint(torch.tanh, hidden))
-            checkpoint.discard_output_and_register_recompute(output)
-            return output, None
-
-        layer.forward = forward
-        with recomputation_on_a_host():
-            results.append(forward_backward(case, layer))
-    plain, recomputed = results
-    assert_same_results(recomputed, plain, True, "its input recomputed")
-
-
-def state_dict_keys(case: Case) -> bool:
-    """Whether a layer's state dicts are those of a layer without the pipeline, once it has run."""
-    layers = [build_layer(case, dispatcher) for dispatcher in ("alltoall", "monta")]
-    for layer in layers:
-        forward_backward(case, layer)
-    stock, ours = ((list(layer.state_dict()), list(layer.sharded_state_dict())) for layer in layers)
-    return stock == ours
 
 
 @dataclasses.dataclass
@@ -196,14 +117,13 @@ class Model:
         numbers_of_calls: calls of a parameter's hook in a micro-batch -> how often.
     """
 
-    def __init__(self, case: Case, num_chunks: int) -> None:
+    def __init__(self, case: Case) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
         )
 
-        self.layer = build_layer(case, "monta", moe_monta_num_chunks=num_chunks)
-        self._chooser = self.layer.token_dispatcher.chooser
+        self.layer = build_layer(case)
         self.ddp = DistributedDataParallel(
             self.layer.config,
             DistributedDataParallelConfig(
@@ -211,19 +131,19 @@ class Model:
             ),
             self.layer,
         )
-        self._case, self._calls = case, Counter[str]()
+        self._case, self._calls, self._num_batches = case, Counter[str](), 0
         self._accumulators = []
         for name, parameter in self.layer.named_parameters():
             (accumulator,) = [parameter.expand_as(parameter).grad_fn.next_functions[0][0]]
             accumulator.register_hook(lambda *_, name=name: self._calls.update([name]))
             self._accumulators.append(accumulator)
         self.numbers_of_calls: Counter[int] = Counter()
-        self._generator = torch.Generator().manual_seed(dist.get_rank())
 
     def accumulate(self, num_chunks: int, num_micro_batches: int) -> None:
         """Accumulate the gradients of some micro-batches in so many chunks, and reduce them."""
-        self._chooser.step_choice = dataclasses.replace(
-            self._chooser.step_choice, num_chunks=num_chunks, splits_experts=num_chunks > 1
+        chooser = self.layer.token_dispatcher.chooser
+        chooser.step_choice = dataclasses.replace(
+            chooser.step_choice, num_chunks=num_chunks, splits_experts=num_chunks > 1
         )
         self.ddp.zero_grad_buffer()
         for micro_batch in range(num_micro_batches):
@@ -234,108 +154,31 @@ class Model:
         self.ddp.finish_grad_sync()
 
     def _step(self) -> None:
-        case, generator = self._case, self._generator
-        force(self.layer.router, forced_routing(case, case.num_tokens, generator))
-        hidden, target = (
-            torch.randn(case.num_tokens, 1, HIDDEN, generator=generator).to(
-                "cuda", getattr(torch, case.dtype)
-            )
-            for _ in range(2)
-        )
+        batch = make_batch(self._case, self.layer, self._num_batches)
+        self._num_batches += 1
+        force(self.layer.router, batch.routing_map)
         self._calls.clear()
-        output, _ = self.ddp(hidden)
-        (output - target).float().square().mean().backward()
+        output, _ = self.ddp(batch.tokens.unsqueeze(1))
+        (output - batch.gradient.unsqueeze(1)).float().square().mean().backward()
         self.numbers_of_calls.update(self._calls[name] for name, _ in self.layer.named_parameters())
 
+    def train(self, chunks_of_step: Iterable[int], num_micro_batches: int) -> None:
+        """Steps of the distributed optimizer, each in so many chunks."""
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-def train(
-    case: Case, chunks_of_step: list[int], num_micro_batches: int
-) -> tuple[dict[str, torch.Tensor], Counter[int]]:
-    """Steps of the distributed optimizer over data-parallel ranks.
-
-    Args:
-        case: the layer.
-        chunks_of_step: numbers of chunks of each step.
-        num_micro_batches: whose gradients are accumulated in a step.
-
-    Returns:
-        the layer's parameters, and calls of a parameter's hook in a micro-batch -> how often.
-    """
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    model = Model(case, max(chunks_of_step))
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
+        config = OptimizerConfig(
             optimizer="adam", lr=1e-2, use_distributed_optimizer=True, params_dtype=torch.float32
-        ),
-        [model.ddp],
-    )
-    for num_chunks in chunks_of_step:
-        optimizer.zero_grad()
-        model.accumulate(num_chunks, num_micro_batches)
-        optimizer.step()
-    parameters = {name: each.detach().clone() for name, each in model.layer.named_parameters()}
-    return parameters, model.numbers_of_calls
-
-
-def compare_main_gradients(case: Case, num_chunks: int) -> float:
-    """The largest difference of a gradient in fp32 that the products of all chunks have added to.
-
-    Returns:
-        it, in units of the largest gradient of the weight.
-    """
-    gradients = []
-    for chunks in (num_chunks, 1):
-        with gradient_accumulation_fusion() as products:
-            model = Model(case, chunks)
-            model.accumulate(chunks, 2)
-        assert model.numbers_of_calls.keys() == {1}
-        weights = list(model.layer.experts.parameters())
-        assert products.dtypes == [(torch.bfloat16, torch.float32)] * 2 * chunks * len(weights)
-        # Of each weight and micro-batch one, whatever the number of chunks.
-        assert Counter(products.placeholders) == Counter(2 * [tuple(one.shape) for one in weights])
-        assert all(weight.grad_added_to_main_grad for weight in weights)
-        gradients.append([weight.main_grad.clone() for weight in model.layer.parameters()])
-    return max(
-        float((mine - theirs).abs().max() / theirs.abs().max())
-        for mine, theirs in zip(*gradients, strict=True)
-    )
-
-
-def compare_trainings(case: Case, chunks_of_step: list[int], num_micro_batches: int) -> float:
-    """The largest difference of a parameter after the steps, in units of the largest parameter."""
-    with gradient_accumulation_fusion():
-        split, calls = train(case, chunks_of_step, num_micro_batches)
-        whole, _ = train(case, [1] * len(chunks_of_step), num_micro_batches)
-        before = dict(build_layer(case, "monta", moe_monta_num_chunks=1).named_parameters())
-    assert calls.keys() == {1}, f"calls of a hook in a micro-batch: {calls}"
-    for name, value in whole.items():
-        assert not torch.equal(value, before[name]), f"{name} was not trained"
-    return max(
-        float((split[name] - value).abs().max() / value.abs().max())
-        for name, value in whole.items()
-    )
-
-
-def compare_bits(case: Case, num_chunks: int) -> None:
-    """Experts that compute each value by itself: split and whole, nothing differs at all."""
-    hidden, routing_map = make_batch(case, seeded_by_rank())
-    split, whole = (
-        phases(
-            build_layer(case, "monta", moe_monta_num_chunks=chunks).token_dispatcher,
-            hidden.to(getattr(torch, case.dtype)),
-            routing_map,
         )
-        for chunks in (num_chunks, 1)
+        optimizer = get_megatron_optimizer(config, [self.ddp])
+        for num_chunks in chunks_of_step:
+            optimizer.zero_grad()
+            self.accumulate(num_chunks, num_micro_batches)
+            optimizer.step()
+
+
+def largest_difference(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:
+    """Of tensors, each in units of the largest value of the second."""
+    return max(
+        float((mine - other).abs().max() / other.abs().max())
+        for mine, other in zip(ours, theirs, strict=True)
     )
-    names = ("output", "gradient of the input", "gradient of the probabilities")
-    for name, mine, theirs in zip(names, split[1:], whole[1:], strict=True):
-        assert_equal(mine, theirs, name)
-
-
-def refusal_of_sharded_weights(case: Case) -> str:
-    """The error of a layer whose weights Megatron-FSDP has taken over."""
-    layer = build_layer(case, "monta", moe_monta_num_chunks=2)
-    for parameter in layer.experts.parameters():
-        parameter.__fsdp_param__ = True
-    return error_of(forward_backward, case, layer)

@@ -7,20 +7,25 @@ fresh pool.
 """
 
 import faulthandler
+import functools
+import importlib
+import inspect
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
+import pytest
 from free_ports import free_ports
 
 # Seconds until the ranks have started and imported Megatron: 8 of them share 2 cores.
@@ -43,45 +48,34 @@ class Pool:
     def __init__(self, world_size: int, backend: str = "gloo", group_limit_s: float = 60.0) -> None:
         self.world_size = world_size
         self._stacks = tempfile.TemporaryDirectory(prefix="monta-pool-")
-        self._connections: list[Connection] = []
-        key = os.urandom(16)
-        # All ranks call at once; without a backlog some of the calls would be lost.
-        with Listener(("127.0.0.1", 0), backlog=world_size, authkey=key) as listener:
-            environment = {
-                **os.environ,
-                "MONTA_CPU_RANKS": "1" if backend == "gloo" else "0",
-                # For the test that launches Triton's kernels on CPU ranks.
-                "TRITON_INTERPRET": "1" if backend == "gloo" else "0",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONWARNINGS": "ignore",
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(free_ports(1)[0]),
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                # What is found here is found by the ranks.
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "POOL_ADDRESS": f"{listener.address[0]}:{listener.address[1]}",
-                "POOL_KEY": key.hex(),
-                "POOL_STACKS": self._stacks.name,
-                "POOL_BACKEND": backend,
-                "POOL_GROUP_LIMIT_S": str(group_limit_s),
-            }
-            # A session of its own: whatever it has forked ends with it.
-            self._process = subprocess.Popen(
-                [sys.executable, __file__],
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            by_rank: dict[int, tuple[Connection, int]] = {}
-            listener._listener._socket.settimeout(START_LIMIT_S)  # type: ignore[attr-defined]
-            while len(by_rank) < world_size:
-                connection = listener.accept()
-                rank, process_id = connection.recv()
-                by_rank[rank] = (connection, process_id)
-            self._connections = [by_rank[rank][0] for rank in range(world_size)]
-            self._process_ids = [by_rank[rank][1] for rank in range(world_size)]
+        environment = {
+            "MONTA_CPU_RANKS": "1" if backend == "gloo" else "0",
+            # For the test that launches Triton's kernels on CPU ranks.
+            "TRITON_INTERPRET": "1" if backend == "gloo" else "0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_ports(1)[0]),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "POOL_STACKS": self._stacks.name,
+            "POOL_BACKEND": backend,
+            "POOL_GROUP_LIMIT_S": str(group_limit_s),
+        }
+        spawn = multiprocessing.get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(world_size)]
+        self._connections: list[Connection] = [ours for ours, _ in pipes]
+        of_ranks = [of_rank for _, of_rank in pipes]
+        self._process = spawn.Process(target=_fork_ranks, args=(of_ranks,), daemon=True)
+        with mock.patch.dict(os.environ, environment):
+            self._process.start()
+        for each in of_ranks:
+            each.close()
+        self._process_ids = []
+        for each in self._connections:
+            assert each.poll(START_LIMIT_S), "a rank has not started"
+            self._process_ids.append(each.recv())
 
     def run(
         self, function: Callable[..., T], *args: Any, limit_s: float = ANSWER_LIMIT_S
@@ -145,7 +139,7 @@ class Pool:
         self._connections = []
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.join()
         self._stacks.cleanup()
 
     def _stack(self, rank: int) -> str:
@@ -177,8 +171,47 @@ class Pools:
             pool.close()
 
 
-def _fork_ranks() -> None:
-    """Import once, fork every rank, and stay until the last of them has ended."""
+def on_ranks(
+    world_size: int, limit_s: float = ANSWER_LIMIT_S
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test whose body runs on all ranks of a pool, and has to pass on each of them.
+
+    It is skipped where the ranks skip it. Marks and fixtures are as for any other test, but that
+    the ranks have to be sent its arguments.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(pools: Pools, **arguments: Any) -> None:
+            name = body.__module__, body.__name__
+            reasons = pools[world_size].run(_run_body, *name, arguments, limit_s=limit_s)
+            if all(reasons):
+                pytest.skip(reasons[0])
+
+        signature = inspect.signature(body)
+        pools = inspect.Parameter("pools", inspect.Parameter.KEYWORD_ONLY)
+        parameters = [*signature.parameters.values(), pools]
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any]) -> str:
+    """Run the body of a test on this rank; why it is skipped, or ""."""
+    try:
+        getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    except pytest.skip.Exception as skipped:
+        return str(skipped)
+    return ""
+
+
+def _fork_ranks(connections: list[Connection]) -> None:
+    """Import once, fork a rank for each connection, and stay until the last of them has ended."""
+    # A session of its own: whatever it has forked ends with it.
+    os.setsid()
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, sys.stdout.fileno())
     import torch
 
     if os.environ["POOL_BACKEND"] == "gloo":
@@ -186,19 +219,25 @@ def _fork_ranks() -> None:
         from monta_megatron.integration import dispatcher  # noqa: F401
 
     torch.set_num_threads(1)
-    for rank in range(int(os.environ["WORLD_SIZE"])):
+    for rank, connection in enumerate(connections):
         if os.fork() == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
             if rank > 0:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-            _serve(rank)
-            return
+                os.dup2(silence, sys.stderr.fileno())
+            # Only the one that uses a connection has it open, so that its end is seen.
+            for other in connections:
+                if other is not connection:
+                    other.close()
+            _serve(rank, connection)
+            os._exit(0)
+    for connection in connections:
+        connection.close()
     with suppress(ChildProcessError):
         while True:
             os.wait()
 
 
-def _serve(rank: int) -> None:
+def _serve(rank: int, connection: Connection) -> None:
     """Body of one rank: run what the pool sends until the connection closes."""
     from datetime import timedelta
 
@@ -212,9 +251,7 @@ def _serve(rank: int) -> None:
         torch.cuda.set_device(0)
     group_limit = timedelta(seconds=float(os.environ["POOL_GROUP_LIMIT_S"]))
     dist.init_process_group(os.environ["POOL_BACKEND"], timeout=group_limit)
-    host, port = os.environ["POOL_ADDRESS"].split(":")
-    connection = Client((host, int(port)), authkey=bytes.fromhex(os.environ["POOL_KEY"]))
-    connection.send((rank, os.getpid()))
+    connection.send(os.getpid())
     while True:
         try:
             message = connection.recv_bytes()
@@ -225,7 +262,3 @@ def _serve(rank: int) -> None:
             connection.send((True, function(*args)))
         except BaseException:  # noqa: BLE001 - the pool has to hear of every failure
             connection.send((False, traceback.format_exc()))
-
-
-if __name__ == "__main__":
-    _fork_ranks()

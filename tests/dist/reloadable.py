@@ -6,6 +6,7 @@ wrapped. Before generation every wrapped group is destroyed; afterwards the call
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,23 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 # Functions of torch that take a group.
-TAKE_GROUPS = (
-    "get_rank",
-    "get_world_size",
-    "get_backend",
-    "get_global_rank",
-    "get_group_rank",
-    "get_process_group_ranks",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "reduce_scatter_tensor",
-)
+TAKE_GROUPS = [
+    name
+    for name in distributed_c10d.__all__
+    if inspect.isfunction(function := getattr(distributed_c10d, name))
+    and "group" in inspect.signature(function).parameters
+]
 
 
 class Wrapped(dist.ProcessGroup):

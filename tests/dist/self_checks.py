@@ -7,15 +7,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from dispatchers import kernels_in_interpreter
-from exchanges import Case, find_groups, uninitialised_memory_is_nan
+from dispatchers import in_interpreter, run_phases
+from exchanges import uninitialised_memory_is_nan
+from layers import Case, build_layer, make_batch, same_on_all_ranks
 
-from monta_megatron.chains import CHAINS
-from monta_megatron.chains.chain import blocks_for
-from monta_megatron.chains.counts import HEADER_SIZE, num_counted_blocks
+from monta_megatron.chains.counts import HEADER_SIZE
 from monta_megatron.chains.program import Kind, Operation
-from monta_megatron.core import Choice
-from monta_megatron.exchange import copies, count_messages, executor, operations, sums
+from monta_megatron.exchange import copies, count_messages, operations, sums
 from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.integration import first_use
@@ -24,71 +22,28 @@ FAULTY_RANK = 1
 Fault = Callable[[str], AbstractContextManager[Any]]
 
 
-def error_of(case: Case, fault: str = "", stage: str = "", fused: bool = False) -> str:
-    """The error of a first use, or ""; FAULTY_RANK has the fault, perhaps in one stage alone."""
-    # An interpreter takes 20 s for 256 tokens.
-    num_tokens = 16 if fused else first_use.NUM_TOKENS
-    is_faulty = fault and dist.get_rank() == FAULTY_RANK
+def error_of(case: Case, fault: str = "", stage: str = "") -> str:
+    """The error of a first use on every rank, or "".
+
+    FAULTY_RANK has the fault, perhaps in one stage alone.
+    """
     first_use._passed.clear()
-    state = torch.get_rng_state()
+    layer = build_layer(case)
+    batch, dispatcher = make_batch(case, layer), layer.token_dispatcher
+    is_faulty = fault and dist.get_rank() == FAULTY_RANK
+    state, error = torch.get_rng_state(), ""
     with (
-        mock.patch.object(first_use, "NUM_TOKENS", num_tokens),
         uninitialised_memory_is_nan(),
-        kernels_in_interpreter() if fused else nullcontext(),
+        in_interpreter(dispatcher) if case.fused else nullcontext(),
         FAULTS[fault](stage) if is_faulty else nullcontext(),
     ):
         try:
-            use_of(case, fused).check()
-        except first_use.SelfCheckError as error:
+            run_phases(case, dispatcher, batch, is_training=False)
+        except first_use.SelfCheckError as raised:
             assert not any(first_use._passed.values())
-            return str(error)
+            error = str(raised)
     assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
-    return ""
-
-
-def use_of(case: Case, fused: bool = False) -> first_use.FirstUse:
-    """The first use of a chain, as the dispatcher makes it."""
-    _, rank, whole, groups = find_groups(case.chain, case.ep, case.etp, case.ranks_per_node)
-    chain = CHAINS[case.chain]
-    table = count_messages.CountMessages(
-        chains=(chain,),
-        layout=case.layout(rank),
-        num_blocks=num_counted_blocks((chain,), blocks_for(case.num_chunks)),
-        kernels="fused" if fused else "torch",
-    )
-    return first_use.FirstUse(
-        choice=Choice(chain=case.chain, num_chunks=case.num_chunks),
-        count_messages=table,
-        group=whole,
-        groups=groups,
-        hidden_size=case.hidden,
-        dtype=case.torch_dtype,
-        prob_dtype=getattr(torch, case.probs_dtype),
-        topk=case.topk,
-        device=torch.device("cpu"),
-        fused=fused,
-    )
-
-
-def errors_of(cases: list[Case], fused: bool = False) -> list[str]:
-    """The errors of cases in which nothing is wrong."""
-    return [f"{case}: {error}" for case in cases if (error := error_of(case, fused=fused))]
-
-
-def error_of_failure(case: Case) -> str:
-    """The error of a first use whose passes fail on every rank."""
-    failure = RuntimeError("split sizes do not match")
-    with mock.patch.object(first_use, "run", side_effect=failure):
-        return error_of(case)
-
-
-def num_passes(cases: list[Case]) -> int:
-    """Passes that run if each case is used twice."""
-    first_use._passed.clear()
-    with mock.patch.object(first_use, "run", side_effect=executor.run) as counted:
-        for case in cases * 2:
-            use_of(case).check()
-    return counted.call_count
+    return same_on_all_ranks(error)
 
 
 def after(

@@ -12,8 +12,9 @@ from typing import Any
 import exchanges
 import pytest
 import torch
-from dispatchers import Case, check_many
-from pool import Pools
+from dispatchers import DROP, PAD, check_many, run_phases
+from layers import Case, build_layer, error_of, make_batch
+from pool import Pools, on_ranks
 from test_exchange_properties import failures_of
 
 from monta_megatron.chains import CHAINS
@@ -44,10 +45,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "evaluation, then training": {**IN_THREE, "is_training": False, "num_steps": 2},
     "no tokens": {**IN_TWO, "tokens": (0,)},
     "no sequences": {**IN_THREE, "tokens": (0,)},
-    "a latent width": {"hidden": 12},
+    "a latent width": {"width": 12},
     "other tokens in every step": {"tokens": (24, 3, 0, 7, 0, 0, 0, 0, 100), "num_steps": 6},
-    "what a router has dropped": {**IN_TWO, "routing": "capacity", "capacity": "drop"},
-    "padded to capacity": {**IN_TWO, "capacity": "pad"},
+    "what a router has dropped": {**IN_TWO, "routing": "capacity", "config": DROP},
+    "padded to capacity": {**IN_TWO, "config": PAD},
     # Each as it is, where no token has more than top-k, and where a framework has patched stock.
     **{
         f"{routing}, seed {seed}": {"routing": routing, "seed": seed}
@@ -55,7 +56,7 @@ CALLS: dict[str, dict[str, Any]] = {
         for seed in (0, 1)
     },
     # Dropped in its first micro-batch.
-    "one rank has no routed token": {"routing": "empty_rank", "capacity": "drop", "seed": 2},
+    "one rank has no routed token": {"routing": "empty_rank", "config": DROP, "seed": 2},
 }
 ON_LAYOUTS: dict[str, Iterable[tuple[int, int, int]]] = {
     **dict.fromkeys(
@@ -68,11 +69,11 @@ ON_LAYOUTS: dict[str, Iterable[tuple[int, int, int]]] = {
 def cases_on(layout: tuple[int, int, int], **call: Any) -> list[Case]:
     """A dispatcher of every chain that can run there, and one with its experts in the pipeline."""
     tp, ep, etp = layout
-    call = {"num_local_experts": 8 // ep, "num_chunks": 2, "checked": True, **call}
+    call = {"num_local_experts": 8 // ep, "num_chunks": 2, "tokens": (12,), **call}
     cases = []
     for name, chain in CHAINS.items():
         place = exchanges.Case(chain=name, ep=ep, etp=etp).layout(0)
-        is_padded = call.get("capacity") == "pad" and chain.rows == "tokens"
+        is_padded = call.get("config") == PAD and chain.rows == "tokens"
         if chain.incompatibility(place) is None and not is_padded:
             case = Case(chain=name, tp=tp, ep=ep, etp=etp, **call)
             cases.append(replace(case, num_chunks=1) if chain.serial else case)
@@ -96,26 +97,24 @@ def test_a_call(pools: Pools, layout: tuple[int, int, int], call: str) -> None:
     assert not failures, "\n".join(failures)
 
 
-def permuted(fused: bool, num_source_rows: int) -> SimpleNamespace:
-    """A dispatcher in the middle of a micro-batch of 12 tokens, of which 24 rows were permuted."""
-    exchange: Any = SimpleNamespace(bound_chain=SimpleNamespace(num_source_rows=num_source_rows))
-    return SimpleNamespace(
-        micro_batch=MicroBatch(choice=None, exchanges=[exchange]),
-        config=SimpleNamespace(moe_permute_fusion=fused),
-        reversed_local_input_permutation_mapping=torch.zeros(12, 9),
+@on_ranks(4)
+def test_a_map_with_more_experts_than_were_permuted() -> None:
+    case = Case(routing="every_expert")
+    layer = build_layer(case)
+    error = error_of(run_phases, case, layer.token_dispatcher, make_batch(case, layer))
+    assert error.startswith(
+        "routing_map: holds 192 token-expert pairs, must hold at most the 48 of moe_router_topk"
     )
 
 
-def test_a_map_with_more_experts_than_were_permuted() -> None:
-    with pytest.raises(
-        ValueError, match="routing_map: holds 26 token-expert pairs, must hold at most"
-    ):
-        MontaTokenDispatcher._as_counted(permuted(False, 26), torch.zeros(24, 8), torch.zeros(24))
-
-
 def test_a_fused_permutation_keeps_its_mapping() -> None:
-    """Transformer Engine's has a row for each token, whatever was permuted."""
-    dispatcher = permuted(True, 20)
+    """Transformer Engine's has a row for each token, whatever was permuted: 24 rows of 12."""
+    exchange: Any = SimpleNamespace(bound_chain=SimpleNamespace(num_source_rows=20))
+    dispatcher: Any = SimpleNamespace(
+        micro_batch=MicroBatch(choice=None, exchanges=[exchange]),
+        config=SimpleNamespace(moe_permute_fusion=True),
+        reversed_local_input_permutation_mapping=torch.zeros(12, 9),
+    )
     rows, probs = MontaTokenDispatcher._as_counted(dispatcher, torch.zeros(24, 8), torch.zeros(24))
     assert (len(rows), len(probs)) == (20, 20)
     assert len(dispatcher.reversed_local_input_permutation_mapping) == 12

@@ -1,8 +1,13 @@
 """Every chain against stock on a whole MoE layer: what experts get, the output, all gradients."""
 
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
 import pytest
-from layers import Case, compare_many, second_derivative
-from pool import Pools
+import torch
+from layers import Case, build_layer, compare
+from pool import on_ranks
 
 from monta_megatron.chains import CHAINS
 
@@ -17,7 +22,14 @@ LAYOUTS = {
     "hierarchical_allgather": [(1, 4, 1, 2), (2, 2, 2, 2), (4, 1, 4, 4), (1, 4, 1, 1)],
     "hierarchical_alltoall": [(1, 4, 1, 2), (2, 4, 1, 4), (1, 4, 1, 1)],
 }
-ROUTINGS = ["uniform", "rank0_empty", "expert0_empty", "one_expert", "few_tokens"]
+# What is changed of a case.
+BATCHES: list[dict[str, Any]] = [
+    {},
+    {"tokens": (0, 24, 24, 24)},
+    {"routing": "expert0_empty"},
+    {"routing": "one_expert", "topk": 1},
+    {"tokens": (2,)},
+]
 CHUNKS = [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -26,34 +38,24 @@ CHUNKS = [1, 2, 3, 4, 5, 6, 7]
     ("chain", "layout"),
     [(chain, layout) for chain, layouts in LAYOUTS.items() for layout in layouts],
 )
-def test_chain(pools: Pools, chain: str, layout: tuple[int, int, int, int], dtype: str) -> None:
+@on_ranks(4)
+def test_chain(chain: str, layout: tuple[int, int, int, int], dtype: str) -> None:
     tp, ep, etp, ranks_per_node = layout
-    cases = [
-        Case(
-            tp=tp,
-            ep=ep,
-            etp=etp,
-            dtype=dtype,
-            num_local_experts=num_local_experts,
-            routing=routing,
-            options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": ranks_per_node},
-            topk=1 if routing == "one_expert" else min(3, ep * num_local_experts - 1) or 1,
-        )
-        for num_local_experts in (1, 2, 3)
-        for routing in ROUTINGS
-        # Sparing one expert of one leaves none.
-        if not (routing == "expert0_empty" and ep * num_local_experts < 3)
-    ]
-    # Rows are moved whatever they hold, so each case meets some of the numbers of chunks.
-    for first in range(3):
-        chunks = [1] if CHAINS[chain].serial else CHUNKS[first::3]
-        reports = pools[4].run(compare_many, cases[first::3], chunks)
-        for of_rank in reports:
-            assert {report["dispatcher"] for report in of_rank} == {"MontaTokenDispatcher"}
-        assert sum(sum(report["bytes"].values()) for of_rank in reports for report in of_rank) > 0
+    case = Case(chain=chain, tp=tp, ep=ep, etp=etp, ranks_per_node=ranks_per_node, dtype=dtype)
+    for number, (num_local_experts, changes) in enumerate(product((1, 2, 3), BATCHES)):
+        topk = min(3, ep * num_local_experts - 1) or 1
+        each = replace(case, num_local_experts=num_local_experts, **{"topk": topk, **changes})
+        # Rows are moved whatever they hold, so each case meets some of the numbers of chunks.
+        compare(each, [1] if CHAINS[chain].serial else CHUNKS[number % 3 :: 3])
 
 
-def test_a_second_derivative_is_refused_by_name(pools: Pools) -> None:
-    for num_chunks in (1, 3):
-        for error in pools[4].run(second_derivative, Case(), num_chunks):
-            assert "once_differentiable" in error
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@on_ranks(4)
+def test_a_second_derivative_is_refused_by_name(num_chunks: int) -> None:
+    """The gradient of a gradient: stock has it, ours does not."""
+    layer = build_layer(Case(num_chunks=num_chunks))
+    hidden = torch.randn(4, 1, 16).requires_grad_()
+    output, _ = layer(hidden)
+    (gradient,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -1,101 +1,50 @@
-"""The exchange alone, every chain: equal to the reference, rounded as seldom as said, sending the
-bytes that were said, with the same bits on every run.
+"""The exchange alone, every chain: rounded as seldom as said, sending the bytes that were said.
 
-The backward passes are the transposes of the forward ones because those of the reference are.
+`test_exchange_properties` compares it with the reference.
 """
 
-import dataclasses
 import math
 from collections import Counter
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import reference
 import torch
+import torch.distributed as dist
 from equal import assert_equal
-from exchanges import (
-    ROUTINGS,
-    Case,
-    bytes_of_passes,
-    check_deterministic,
-    check_many,
-    errors_of,
-    make_data,
-)
-from pool import Pools
+from exchanges import Case, bytes_of_passes, find_groups, make_data, run_passes
+from layers import gathered
+from pool import on_ranks
+from test_exchange_properties import cases_on
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.exchange import executor
+from monta_megatron.exchange.streams import Streams
 
-# (ep, etp, ranks per node), on 4 ranks; 3 leaves the nodes uneven.
-SHAPES = [
-    (4, 1, 4),
-    (4, 1, 2),
-    (4, 1, 1),
-    (4, 1, 3),
-    (2, 2, 4),
-    (2, 2, 2),
-    (2, 2, 1),
-    (1, 4, 4),
-]
+CASES = [case for case in cases_on(4) if case.size == 4]
 
 
-def case_of(chain: str, shape: tuple[int, int, int], **changes: object) -> Case:
-    ep, etp, ranks_per_node = shape
-    case = Case(chain=chain, ep=ep, etp=etp, ranks_per_node=ranks_per_node)
-    return dataclasses.replace(case, **changes)
+def name_of(case: Case) -> str:
+    return f"{case.chain}-ep{case.ep}-etp{case.etp}-node{case.ranks_per_node}"
 
 
-def in_chunks(case: Case, num_chunks: int) -> Case:
-    """The case in so many chunks, of one block each, or of more where the number is odd."""
+def in_chunks(case: Case, num_chunks: int, num_blocks: int) -> Case:
+    """The case in so many chunks of so many blocks in all, unless its chain is serial."""
     if CHAINS[case.chain].serial:
         return case
-    num_blocks = num_chunks + 2 if num_chunks % 2 else num_chunks
-    return dataclasses.replace(case, num_chunks=num_chunks, num_blocks=num_blocks)
+    return replace(case, num_chunks=num_chunks, num_blocks=num_blocks)
 
 
-CHAIN_AND_SHAPE = [
-    (chain, shape)
-    for chain in CHAINS
-    for shape in SHAPES
-    if CHAINS[chain].incompatibility(case_of(chain, shape).layout(0)) is None
-]
-
-
-def name_of(value: object) -> str:
-    if isinstance(value, tuple):
-        return "ep{}-etp{}-node{}".format(*value)
-    return str(value)
-
-
-# In fp64 our sums, which have another order than the reference's, agree to fp64 rounding: the bound
-# in `exchanges.rounding_bound` is 2e-15 of the sum of absolute values here.
-DTYPES = [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")]
-
-
-@pytest.mark.parametrize(("chain", "shape"), CHAIN_AND_SHAPE, ids=name_of)
-def test_equals_the_reference(pools: Pools, chain: str, shape: tuple[int, int, int]) -> None:
-    data = [
-        *((routing, (12, 12, 12, 12)) for routing in ROUTINGS),
-        ("uniform", (0, 9, 1, 12)),
-        ("uniform", (0, 0, 0, 0)),
-        ("uniform", (2, 1, 3, 2)),
-    ]
-    cases = []
-    for position, (routing, tokens) in enumerate(data):
-        dtype, probs_dtype = DTYPES[position % 3]
-        case = case_of(
-            chain, shape, dtype=dtype, probs_dtype=probs_dtype, routing=routing, tokens=tokens
-        )
-        cases.append(in_chunks(case, 1 + position % 5))
-    for found in pools[4].run(check_many, cases):
-        assert not found, "\n".join(f"{cases[position]}: {line}" for position, line in found)
-
-
-@pytest.mark.parametrize(("chain", "shape"), CHAIN_AND_SHAPE, ids=name_of)
-def test_same_bits_on_every_run(pools: Pools, chain: str, shape: tuple[int, int, int]) -> None:
-    case = case_of(
-        chain, shape, dtype="bfloat16", topk=3, num_local_experts=4, tokens=(40, 64, 0, 17)
-    )
-    pools[4].run(check_deterministic, in_chunks(case, 5))
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@on_ranks(4)
+def test_same_bits_on_every_run(case: Case) -> None:
+    case = replace(case, dtype="bfloat16", topk=3, num_local_experts=4, tokens=(40, 64, 0, 17))
+    case = in_chunks(case, 5, 7)
+    data = make_data(case)
+    first, second = run_passes(case, data), run_passes(case, data)
+    for name, value in first.items():
+        assert_equal(second[name], value, f"{name} of a second run")
 
 
 # Hops on which partial sums of a token move: each rounds once to the dtype of the wire.
@@ -107,75 +56,100 @@ HOPS = {
     "hierarchical_allgather": 2,
     "hierarchical_alltoall": 2,
 }
-NUMERICS_SHAPES = [(4, 1, 2), (2, 2, 2)]
 # Rounding h + 1 times adds up to sqrt(1 + h) times the error of one rounding, and some more,
 # because the sum of two bf16 numbers of one size lies on their grid: every fifth is a tie, which
 # is rounded by a full half unit.
 MARGIN = 1.05
-
-
-def rms_of(by_rank: list[dict[str, float]]) -> dict[str, float]:
-    """Root mean square errors against fp64, over all ranks."""
-    total = {name: sum(errors[name] for errors in by_rank) for name in by_rank[0]}
-    return {name: math.sqrt(value / total["entries"]) for name, value in total.items()}
-
-
-def numerics_case(
-    chain: str,
-    shape: tuple[int, int, int],
-    dtype: str,
-    num_chunks: int,
-    probs_dtype: str = "float32",
-) -> Case:
-    """Top-8 of 32, and entries enough that the root mean square is sure to a percent or so."""
-    return case_of(
-        chain,
-        shape,
-        dtype=dtype,
-        probs_dtype=probs_dtype,
-        topk=8,
-        num_local_experts=32 // shape[0],
-        tokens=(128,) * 4,
-        hidden=64,
-        num_chunks=num_chunks,
-        num_blocks=num_chunks,
-    )
-
-
 # The last as with --moe-router-dtype fp64, where copies of tokens are summed in fp32 all the same;
 # permuted tokens are then summed in fp64, which is not what the stock sums here do.
 ROUNDED = [("bfloat16", "float32"), ("float32", "float32"), ("float32", "float64")]
 
 
+class DeviceOrder(Streams):
+    """Programs as they are on devices, run by the host, which waits for each collective."""
+
+    policy = "streams"
+
+
+def ascending_sum(terms: torch.Tensor) -> torch.Tensor:
+    """One fp32 sum in order, rounded once: [T, N, H] -> [T, H]. Adding a 0 rounds nothing."""
+    total = torch.zeros_like(terms[:, 0], dtype=torch.float32)
+    for term in terms.unbind(dim=1):
+        total += term.float()
+    return total.to(terms.dtype)
+
+
+def rms_errors(case: Case) -> tuple[dict[str, float], int]:
+    """Root mean square errors against the fp64 reference, over the entries of all ranks.
+
+    Returns:
+        those of "one rounding", of one ascending fp32 sum; of "stock", over the ETP ranks, rounded,
+        then over the experts, rounded; of our "output" and "token_gradient"; and how many entries
+        of ours have other bits than stock's.
+    """
+    _, rank, _, _ = find_groups(case.chain, *case.shape)
+    data = make_data(case)
+    ours = run_passes(case, data)
+    with mock.patch.object(executor, "streams_for", lambda device: DeviceOrder()):
+        on_device = run_passes(case, data)
+    maps, num_tokens = data.routing_maps, case.tokens[0]
+    exact = reference.combine(data.expert_rows, maps, case.ep, case.etp)[rank]
+    # [T, E, ETP, H] of all ranks: what the experts' ranks hand back for each token, else 0.
+    terms = torch.zeros(
+        case.size * num_tokens, case.num_experts, case.etp, case.hidden, dtype=case.torch_dtype
+    )
+    by_rank = reference.arrivals(maps, case.ep, case.etp)
+    for peer, (arrived, rows) in enumerate(zip(by_rank, data.expert_rows, strict=True)):
+        terms[arrived.token, arrived.expert, peer % case.etp] = rows
+    terms = terms.split(num_tokens)[rank]
+    # [T, E, ETP, H] -> [T, E, H]; with one ETP rank nothing is added, and so nothing rounded.
+    by_pair = ascending_sum(terms.flatten(0, 1)).unflatten(0, (num_tokens, -1))
+    sums = {"one rounding": ascending_sum(terms.flatten(1, 2)), "stock": ascending_sum(by_pair)}
+    differ = 0
+    for name in ("output", "token_gradient"):
+        sums[name] = ours[name]
+        differ += int((ours[name] != sums["stock"]).sum())
+        # Sums have the same terms in the same order, however their program is executed.
+        assert_equal(on_device[name], ours[name], f"{case}: {name} in the order of devices")
+    squares = {name: (each.double() - exact).square().mean() for name, each in sums.items()}
+    means = {
+        name: math.sqrt(sum(gathered(square.item())) / case.size)
+        for name, square in squares.items()
+    }
+    return means, differ
+
+
 @pytest.mark.parametrize(
-    ("chain", "shape", "dtype", "probs_dtype"),
+    ("case", "dtypes"),
     [
-        pytest.param(chain, shape, *dtypes, id="-".join((name_of(chain), name_of(shape), *dtypes)))
-        for chain, shape in CHAIN_AND_SHAPE
+        pytest.param(case, dtypes, id="-".join((name_of(case), *dtypes)))
+        for case in CASES
         for dtypes in ROUNDED
-        if shape in NUMERICS_SHAPES and (HOPS[chain] > 0 or dtypes != ROUNDED[-1])
+        if case.ranks_per_node == 2 and (HOPS[case.chain] > 0 or dtypes != ROUNDED[-1])
     ],
 )
-def test_rounding(
-    pools: Pools,
-    chain: str,
-    shape: tuple[int, int, int],
-    dtype: str,
-    probs_dtype: str,
-) -> None:
-    for num_chunks in (1,) if CHAINS[chain].serial else (1, 4):
-        case = numerics_case(chain, shape, dtype, num_chunks, probs_dtype)
-        rms = rms_of(pools[4].run(errors_of, case))
-        # Sums have the same terms in the same order, however their program is executed.
-        assert rms == rms_of(pools[4].run(errors_of, case, True))
-        if HOPS[chain] == 0:
+@on_ranks(4)
+def test_rounding(case: Case, dtypes: tuple[str, str]) -> None:
+    """Top-8 of 32, and entries enough that the root mean square is sure to a percent or so."""
+    case = replace(
+        case,
+        dtype=dtypes[0],
+        probs_dtype=dtypes[1],
+        topk=8,
+        num_local_experts=32 // case.ep,
+        tokens=(128,) * 4,
+        hidden=64,
+    )
+    for num_chunks in (1, 4):
+        rms, differ = rms_errors(in_chunks(case, num_chunks, num_chunks))
+        if HOPS[case.chain] == 0:
             # Stock's own sum, pair by pair.
-            assert rms["differ"] == 0, f"{case}: not stock's bits"
+            assert differ == 0, f"{case}: not stock's bits"
             continue
         bound = 1.5 * rms["stock"]
-        if dtype == "bfloat16":
-            bound = MARGIN * math.sqrt(1 + HOPS[chain]) * rms["one rounding"]
-        for name in ("combine", "dispatch backward"):
+        if case.dtype == "bfloat16":
+            bound = MARGIN * math.sqrt(1 + HOPS[case.chain]) * rms["one rounding"]
+        for name in ("output", "token_gradient"):
             assert rms[name] <= bound, f"{case}: {name} {rms[name]:.3e} > {bound:.3e}"
 
 
@@ -241,15 +215,15 @@ def expected_bytes(case: Case) -> list[Counter[tuple[str, str]]]:
     return [Counter({key: value for key, value in each.items() if value}) for each in sent]
 
 
-@pytest.mark.parametrize(("chain", "shape"), CHAIN_AND_SHAPE, ids=name_of)
-def test_bytes(pools: Pools, chain: str, shape: tuple[int, int, int]) -> None:
-    for num_chunks in (1,) if CHAINS[chain].serial else (1, 3):
-        each = in_chunks(case_of(chain, shape, topk=3, num_local_experts=4, hidden=6), num_chunks)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@on_ranks(4)
+def test_bytes(case: Case) -> None:
+    case = replace(case, topk=3, num_local_experts=4, hidden=6, tokens=(12, 0, 5, 30))
+    for num_chunks, num_blocks in ((1, 3), (3, 5)):
         for dtype, routing in (("bfloat16", "uniform"), ("float32", "any_number")):
-            case = dataclasses.replace(each, dtype=dtype, routing=routing, tokens=(12, 0, 5, 30))
-            expected = expected_bytes(case)
-            for rank, (by_pass,) in enumerate(pools[4].run(bytes_of_passes, [case])):
-                assert by_pass["dispatch"] == expected[rank], f"{case}, rank {rank}"
+            each = in_chunks(replace(case, dtype=dtype, routing=routing), num_chunks, num_blocks)
+            (by_pass,) = bytes_of_passes([each])
+            assert by_pass["dispatch"] == expected_bytes(each)[dist.get_rank()], each
 
 
 def test_reference_by_hand() -> None:
@@ -257,26 +231,21 @@ def test_reference_by_hand() -> None:
     a, b, c = torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])
     tokens = [torch.stack([a, b]), c[None]]
     maps = [torch.tensor([[True, True], [False, True]]), torch.tensor([[True, False]])]
-    probs = [torch.tensor([[0.1, 0.2], [0.3, 0.4]]), torch.tensor([[0.5, 0.6]])]
-    first, second = reference.dispatch(tokens, maps, probs, ep=2, etp=1)
-    assert first.rows.flatten().tolist() == [1.0, 3.0]
-    assert second.rows.flatten().tolist() == [1.0, 2.0]
-    assert_equal(first.probs, torch.tensor([0.1, 0.5]), "probs of the first rank")
-    assert_equal(second.probs, torch.tensor([0.2, 0.4]), "probs of the second rank")
-    assert first.tokens_per_expert.tolist() == [2] and second.tokens_per_expert.tolist() == [2]
+    probs = [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6]])]
     outputs = [torch.tensor([[10.0], [30.0]]), torch.tensor([[100.0], [200.0]])]
-    combined = reference.combine(outputs, maps, ep=2, etp=1)
-    assert combined[0].flatten().tolist() == [110.0, 200.0]
-    assert combined[1].flatten().tolist() == [30.0]
-
-    # Both experts in halves on both ranks.
-    for inputs in reference.dispatch(tokens, maps, probs, ep=1, etp=2):
-        assert inputs.rows.flatten().tolist() == [1.0, 3.0, 1.0, 2.0]
-        assert inputs.tokens_per_expert.tolist() == [2, 2]
+    # Below, both experts in halves on both ranks.
     halves = [torch.tensor([[1.0], [2.0], [3.0], [4.0]])] * 2
-    combined = reference.combine(halves, maps, ep=1, etp=2)
-    assert combined[0].flatten().tolist() == [8.0, 8.0]
-    assert combined[1].flatten().tolist() == [4.0]
-    gradients = reference.combine_probs([half.flatten() for half in halves], maps, ep=1, etp=2)
-    assert gradients[0].tolist() == [[2.0, 6.0], [0.0, 8.0]]
-    assert gradients[1].tolist() == [[4.0, 0.0]]
+
+    def lists(by_rank: list[torch.Tensor]) -> list[list[float]]:
+        return [each.flatten().tolist() for each in by_rank]
+
+    assert lists(reference.dispatch(tokens, maps, 2, 1)) == [[1, 3], [1, 2]]
+    assert lists(reference.dispatch_probs(probs, maps, 2, 1)) == [[1, 5], [2, 4]]
+    assert lists(reference.combine(outputs, maps, 2, 1)) == [[110, 200], [30]]
+    assert lists(reference.dispatch(tokens, maps, 1, 2)) == [[1, 3, 1, 2]] * 2
+    assert lists(reference.combine(halves, maps, 1, 2)) == [[8, 8], [4]]
+    gradients = reference.combine_probs([half.flatten() for half in halves], maps, 1, 2)
+    assert lists(gradients) == [[2, 6, 0, 8], [4, 0]]
+    for shape, counts in (((2, 1), [[2], [2]]), ((1, 2), [[2, 2], [2, 2]])):
+        arrived = reference.arrivals(maps, *shape)
+        assert lists([each.tokens_per_expert for each in arrived]) == counts

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from typing import Any, TypeVar
 
+import layers
 import pytest
 from exchanges import ROUTINGS, Case, check_many
-from faults import with_fault
 from pool import Pool, PoolError, Pools
 
 from monta_megatron.chains import CHAINS
@@ -49,32 +49,27 @@ NUM_CASES = {4: 500, 8: 50}
 BATCH = 50
 
 
-def runnable(world_size: int) -> list[tuple[str, tuple[int, int, int]]]:
+def cases_on(world_size: int) -> list[Case]:
     """Every chain with every shape that it accepts."""
-    return [
-        (chain, (ep, etp, ranks_per_node))
+    cases = [
+        Case(chain=chain, ep=ep, etp=etp, ranks_per_node=ranks_per_node)
         for chain in CHAINS
         for ep, etp, ranks_per_node in SHAPES[world_size]
-        if CHAINS[chain].incompatibility(
-            Case(chain=chain, ep=ep, etp=etp, ranks_per_node=ranks_per_node).layout(0)
-        )
-        is None
     ]
+    return [case for case in cases if CHAINS[case.chain].incompatibility(case.layout(0)) is None]
 
 
-def draw_cases(draw: random.Random, world_size: int) -> Iterator[Case]:
+def draw_cases(world_size: int, seed: int) -> Iterator[Case]:
     """Exchanges of tiny rows without end: every chain on every shape in turn."""
-    for chain, (ep, etp, ranks_per_node) in cycle(runnable(world_size)):
+    draw = random.Random(seed)
+    for case in cycle(cases_on(world_size)):
         dtype, probs_dtype = draw.choice(DTYPES)
-        num_chunks = 1 if CHAINS[chain].serial else draw.randint(1, 7)
-        yield Case(
-            chain=chain,
-            ep=ep,
-            etp=etp,
-            ranks_per_node=ranks_per_node,
+        num_chunks = 1 if CHAINS[case.chain].serial else draw.randint(1, 7)
+        yield dataclasses.replace(
+            case,
             num_local_experts=draw.randint(1, 3),
             topk=draw.randint(1, 4),
-            tokens=tuple(draw.choice((0, 1, draw.randint(2, 12), 40)) for _ in range(ep * etp)),
+            tokens=tuple(draw.choice((0, 1, draw.randint(2, 12), 40)) for _ in range(case.size)),
             hidden=draw.choice((8, 3, 1)),
             dtype=dtype,
             probs_dtype=probs_dtype,
@@ -83,11 +78,6 @@ def draw_cases(draw: random.Random, world_size: int) -> Iterator[Case]:
             num_blocks=num_chunks + draw.randint(0, 3),
             seed=draw.randrange(2**31),
         )
-
-
-def run_properties(pool: Pool, num_cases: int, seed: int) -> None:
-    """Draw so many cases and compare each with the reference; see `run_cases`."""
-    run_cases(pool, check_many, draw_cases(random.Random(seed), pool.world_size), num_cases)
 
 
 def run_cases(
@@ -146,19 +136,16 @@ def case_from(kind: type[C], text: str) -> C:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", sorted(NUM_CASES))
 def test_every_chain_gives_what_the_reference_gives(pools: Pools, world_size: int) -> None:
-    run_properties(pools[world_size], NUM_CASES[world_size], seed=0)
+    cases = draw_cases(world_size, seed=0)
+    run_cases(pools[world_size], check_many, cases, NUM_CASES[world_size])
 
 
-def test_a_case_survives_its_command_line() -> None:
-    case = Case(chain="alltoall", tokens=(3, 0, 1, 7), routing="capacity", seed=5)
-    assert case_from(Case, command(4, case).split("'")[1]) == case
-
-
-def test_a_missing_row_is_reported_with_its_case(pools: Pools) -> None:
-    """Planted: the rows of a chunk stay away; the report names the case and its command."""
-    cases = [
-        Case(chain="hierarchical_alltoall", num_chunks=2, num_blocks=2, seed=seed)
-        for seed in range(3)
-    ]
-    for found in pools[4].run(with_fault, "chunk of dispatch missing", check_many, cases):
-        assert {position for position, _ in found} == {0, 1, 2}
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(chain="alltoall", tokens=(3, 0, 1, 7), routing="capacity", seed=5),
+        layers.Case(chain="auto", tokens=(3, 0, 1, 7), options={"tune_steps": 6}, flat=True),
+    ],
+)
+def test_a_case_survives_its_command_line(case: Case) -> None:
+    assert case_from(type(case), command(4, case).split("'")[1]) == case

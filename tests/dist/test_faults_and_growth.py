@@ -1,41 +1,101 @@
 """A lost rank ends the others in bounded time with a name; nothing grows over many steps."""
 
+import gc
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import pytest
-from layers import Case, die_in_dispatch, end_in_exchange_of_counts, many_steps
-from pool import Pool, Pools
+import torch
+import torch.distributed as dist
+from layers import Case, build_layer, forward_backward
+from pool import Pool, on_ranks
 
 import monta_megatron
 
-CASE = Case(ep=4, num_local_experts=2, options={"moe_monta_ranks_per_node": 2})
 # What Megatron gives its groups here, and the rails and nodes inherit.
 GROUP_LIMIT_S = 10.0
+LOST = 3
+
+
+def lose_in_dispatch(stops: bool) -> Any:
+    """Let a rank be killed, or stop, between two chunks."""
+    from monta_megatron.exchange import errors, operations
+
+    original = operations.OPERATIONS
+
+    def alltoall(buffers: Any, operation: Any) -> Any:
+        if operation.chunk == 1 and dist.get_rank() == LOST:
+            # What it has started before reaches the others.
+            for each in errors.UNDER_WAY:
+                for work in chain.from_iterable(each.works.values()):
+                    work.wait()
+            if stops:
+                later = f"sleep {GROUP_LIMIT_S + 3}; kill -KILL {os.getpid()}"
+                subprocess.Popen(["sh", "-c", later])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original["alltoall"](buffers, operation)
+
+    return mock.patch.object(operations, "OPERATIONS", {**original, "alltoall": alltoall})
+
+
+def lose_in_exchange_of_counts(stops: bool) -> Any:
+    """Let a rank be killed, or stop, before it tells its counts."""
+    if dist.get_rank() == LOST:
+        time.sleep(GROUP_LIMIT_S + 3 if stops else 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return nullcontext()
+
+
+def failure_of_step(case: Case, lose: Any, stops: bool) -> tuple[str, float]:
+    """How a step fails that has lost a rank, and after how many seconds."""
+    from monta_megatron.exchange.errors import ExchangeError
+
+    layer = build_layer(case)
+    forward_backward(case, layer)
+    begin = time.monotonic()
+    with lose(stops), pytest.raises(ExchangeError) as failed:
+        forward_backward(case, layer)
+    seconds = time.monotonic() - begin
+    # Megatron would end with this error, and so close its connections to the other ranks.
+    dist.destroy_process_group()
+    return str(failed.value), seconds
+
+
+def failures(case: Case, lose: Any, stops: bool) -> dict[int, str]:
+    """What the others say of a rank that is killed, or stopped by SIGSTOP, in bounded time.
+
+    The connections of a stopped one stay open, and nothing answers.
+    """
+    with closing(Pool(4, group_limit_s=GROUP_LIMIT_S)) as pool:
+        answers = pool.run_on_survivors(failure_of_step, case, lose, stops)
+    assert sorted(answers) == [0, 1, 2]
+    assert all(seconds < GROUP_LIMIT_S + 5.0 for _, seconds in answers.values())
+    return {rank: message for rank, (message, _) in answers.items()}
 
 
 @pytest.mark.parametrize(
-    ("chain", "group", "stops"),
-    [("alltoall_allgather", "ep", True), ("hierarchical_alltoall", "rail|node", False)],
+    ("chain", "groups", "stops"),
+    [("alltoall_allgather", ("ep",), True), ("hierarchical_alltoall", ("rail", "node"), False)],
 )
 def test_a_lost_rank_is_reported_by_stage_chunk_and_group(
-    chain: str, group: str, stops: bool
+    chain: str, groups: tuple[str, ...], stops: bool
 ) -> None:
-    """Killed, or stopped by SIGSTOP: its connections stay open, and nothing answers."""
-    pool = Pool(4, group_limit_s=GROUP_LIMIT_S)
-    case = Case(
-        ep=4,
-        num_local_experts=2,
-        options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2},
-    )
-    try:
-        answers = pool.run_on_survivors(die_in_dispatch, case, 4, 3, stops)
-    finally:
-        pool.close()
-    assert sorted(answers) == [0, 1, 2]
-    for rank, (message, seconds) in answers.items():
-        assert seconds < GROUP_LIMIT_S + 5.0
+    found = failures(Case(chain=chain), lose_in_dispatch, stops)
+    for rank, message in found.items():
         # A rank may wait for the dead one, or for one that waits for it.
         assert f"chain {chain}, stage " in message
         assert "chunk " in message and " of 4" in message
-        assert any(f"group {name}" in message for name in group.split("|"))
+        assert any(f"group {name}" in message for name in groups)
         assert f"; monta-megatron {monta_megatron.__version__}, megatron-core " in message
         if stops:
             # Of pack, alltoall, pack, alltoall, put, pack, alltoall, put, ...: the eighth waits for
@@ -53,16 +113,7 @@ def test_a_lost_rank_is_reported_by_stage_chunk_and_group(
 
 @pytest.mark.parametrize(("chain", "stops"), [("alltoall_allgather", False), ("auto", True)])
 def test_a_rank_that_ends_or_stops_in_the_exchange_of_counts(chain: str, stops: bool) -> None:
-    limit_s = 10.0
-    pool = Pool(4, group_limit_s=limit_s)
-    case = Case(ep=4, options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2})
-    try:
-        answers = pool.run_on_survivors(end_in_exchange_of_counts, case, 3, stops)
-    finally:
-        pool.close()
-    assert sorted(answers) == [0, 1, 2]
-    for rank, (message, seconds) in answers.items():
-        assert seconds < limit_s + 5.0
+    for rank, message in failures(Case(chain=chain), lose_in_exchange_of_counts, stops).items():
         assert message.startswith(
             f"exchange of counts: chain {chain}, group tp_ep (rank {rank} of 4: "
             "ranks 0, 1, 2, 3) failed: "
@@ -70,16 +121,21 @@ def test_a_rank_that_ends_or_stops_in_the_exchange_of_counts(chain: str, stops: 
         assert "\nno pass is under way; monta-megatron " in message
 
 
-@pytest.mark.parametrize("chain", ["hierarchical_alltoall"])
-def test_many_steps_grow_nothing(pools: Pools, chain: str) -> None:
-    case = Case(
-        ep=4,
-        num_local_experts=2,
-        options={"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2},
-    )
-    for samples in pools[4].run(many_steps, case, 2, 500, limit_s=240.0):
-        # The first quarter warms up allocators and caches.
-        _, second, _, last = samples["memory_bytes"]
-        assert last - second < 5 * 2**20
-        for name in ("threads", "groups", "tensors"):
-            assert len(set(samples[name][1:])) == 1, f"{name}: {samples[name]}"
+@on_ranks(4, limit_s=240.0)
+def test_many_steps_grow_nothing() -> None:
+    """Neither resident memory nor threads, process groups and live tensors."""
+    case = Case(chain="hierarchical_alltoall", num_chunks=2)
+    layer, memory, counts = build_layer(case), [], []
+    for step in range(500):
+        forward_backward(replace(case, seed=step % 7), layer)
+        if (step + 1) % 125 == 0:
+            gc.collect()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            memory.append(pages * os.sysconf("SC_PAGE_SIZE"))
+            threads, groups = os.listdir("/proc/self/task"), dist.distributed_c10d._world.pg_map
+            tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+            counts.append((len(threads), len(groups), tensors))
+    assert threading.active_count() < 64
+    # The first quarter warms up allocators and caches.
+    assert memory[-1] - memory[1] < 5 * 2**20
+    assert len(set(counts[1:])) == 1, f"threads, groups, tensors: {counts}"

@@ -1,52 +1,60 @@
 """What runs is chosen once per step, by all ranks of an exchange alike; losses do not notice."""
 
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
-from iterations import (
-    Trained,
-    Training,
-    compare_changing_tokens,
-    replay_between_steps,
-    step_alone,
-    train,
-    tune,
-    two_models,
+import torch
+import torch.distributed as dist
+from dispatchers import replay_cuda_graph_attributes, run_phases
+from iterations import Exchange, Model, Training
+from layers import (
+    Case,
+    build_layer,
+    build_pair,
+    error_of,
+    gathered,
+    make_batch,
+    printed,
+    same_on_all_ranks,
 )
-from layers import Case, error_of, refusal_of
-from pool import Pools
-from test_auto import AUTO
+from pool import on_ranks
+from test_auto import AUTO, PICKED
 
 STEPS = 9
-TUNED = AUTO | {"moe_monta_tune_steps": STEPS}
+TUNED = AUTO.options | {"tune_steps": STEPS}
 # With two terms in a sum every chain gives the same bits.
-CASE = Case(tp=2, topk=2, options=TUNED)
+CASE = replace(AUTO, tp=2, options=TUNED)
 # Two exchanges of two ranks, each rank a node.
-REPLICAS = Case(ep=2, topk=2, options=TUNED | {"moe_monta_ranks_per_node": 1})
-LONG = STEPS + 4
+REPLICAS = replace(AUTO, ep=2, options=TUNED, ranks_per_node=1)
 TRAININGS = {
-    "plain": Training(num_steps=LONG),
-    "selective": Training(num_steps=LONG, recompute="selective", micro_batches=(2, 2)),
-    "full": Training(num_steps=LONG, recompute="full", evaluates=3),
-    "not_reentrant": Training(num_steps=LONG, recompute="not reentrant", tokens=(8, 3, 16, 5)),
-    "accumulation": Training(num_steps=LONG, micro_batches=(3, 3), evaluates=2),
-    "changing_tokens": Training(num_steps=LONG, tokens=(40, 7, 0, 90, 2), evaluates=4),
-    "two_shapes": Training(num_steps=2 * LONG + 4, shapes=2, recompute="full"),
+    "plain": (CASE, Training()),
+    "selective": (CASE, Training(recompute="selective", micro_batches=(2, 2))),
+    "full": (CASE, Training(recompute="full", evaluates=3)),
+    "not_reentrant": (CASE, Training(recompute="not reentrant", tokens=(8, 3, 16, 5))),
+    "accumulation": (CASE, Training(micro_batches=(3, 3), evaluates=2)),
+    "changing_tokens": (CASE, Training(tokens=(40, 7, 0, 90, 2), evaluates=4)),
+    "two_shapes": (CASE, Training(num_steps=30, shapes=2, recompute="full")),
     # Tokens with fewer experts than top-k, some of whose forward passes wait for the counts.
-    "not_reentrant_with_fewer": Training(num_steps=LONG, recompute="not reentrant"),
-    "replica_without_micro_batch": Training(num_steps=LONG, absent=((0, 3, 4, 13), (5, 14))),
-    "replica_evaluates_alone": Training(num_steps=LONG, evaluates=2, evaluating=(1,)),
-    "other_numbers_of_micro_batches": Training(num_steps=LONG, micro_batches=(1, 3)),
+    "fewer": (replace(CASE, routing="capacity"), Training(recompute="not reentrant")),
+    # In the first micro-batch and in later ones.
+    "none_on_a_rank": (replace(CASE, routing="empty_rank", seed=1), Training()),
+    "none": (replace(CASE, routing="no_expert"), Training()),
+    "no_tokens": (CASE, Training(tokens=(0,))),
+    "replica_without_micro_batch": (REPLICAS, Training(absent=((0, 3, 4, 13), (5, 14)))),
+    "replica_evaluates_alone": (REPLICAS, Training(evaluates=2, evaluating=(1,))),
+    "other_numbers_of_micro_batches": (REPLICAS, Training(micro_batches=(1, 3))),
 }
 
 
-def check_choices(found: list[Trained], exchange_size: int) -> None:
+def check_choices(by_rank: list[list[Exchange]], exchange_size: int) -> None:
     """One choice in a step, on all ranks of an exchange, and one candidate on all exchanges."""
     candidates: dict[tuple[int, int], str] = {}
-    for rank, one in enumerate(found):
-        assert one.exchanges == found[rank - rank % exchange_size].exchanges
+    for rank, exchanges in enumerate(by_rank):
+        assert exchanges == by_rank[rank - rank % exchange_size]
         of_step: dict[tuple[int, int], str] = {}
-        for shape, step, choice, is_training in one.exchanges:
+        for shape, step, choice, is_training in exchanges:
             assert of_step.setdefault((shape, step), choice) == choice or not is_training
             if is_training and shape == 0 and step < STEPS:
                 assert candidates.setdefault((shape, step), choice) == choice, "not in phase"
@@ -54,93 +62,130 @@ def check_choices(found: list[Trained], exchange_size: int) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", TRAININGS)
-def test_losses_while_tuning_are_those_of_a_fixed_chain(pools: Pools, name: str) -> None:
-    training = TRAININGS[name]
-    case, size = (REPLICAS, 2) if "replica" in name or "other" in name else (CASE, 4)
-    if "fewer" in name:
-        case = replace(case, routing="fewer")
-    ours = pools[4].run(train, case, "monta", training)
-    check_choices(ours, size)
-    fixed = {"moe_monta_chain": "alltoall_allgather"}
-    fixed["moe_monta_ranks_per_node"] = case.options["moe_monta_ranks_per_node"]
-    theirs = pools[4].run(train, replace(case, options=fixed), "monta", training)
-    for mine, other in zip(ours, theirs, strict=True):
-        # As text: without tokens they are NaN.
-        assert str(mine.losses) == str(other.losses)
-        assert not mine.said or "alltoall in 1 chunk" in "".join(mine.said)
-    for size_of_exchange in range(0, 4, size):
-        wins = [line for line in ours[size_of_exchange].said if " wins with " in line]
-        assert len(wins) == training.shapes, ours[size_of_exchange].said
+@on_ranks(4)
+def test_losses_while_tuning_are_those_of_a_fixed_chain(name: str) -> None:
+    case, training = TRAININGS[name]
+    with printed() as text:
+        model = Model(case, training)
+        losses = model.train()
+    check_choices(gathered(model.exchanges), case.size)
+    fixed = Model(replace(case, chain="alltoall_allgather", options={}), training)
+    # As text: without tokens they are NaN.
+    assert str(losses) == str(fixed.train())
+    said = text.getvalue()
+    assert not said or "alltoall in 1 chunk" in said
+    if dist.get_rank() % case.size == 0:
+        wins = [line for line in said.splitlines() if " wins with " in line]
+        assert len(wins) == training.shapes, said
         assert "pin it with --moe-monta-chain " in wins[0]
 
 
-@pytest.mark.parametrize("routing", ["none", "rank1_unrouted", "unrouted", "no_tokens"])
-def test_tokens_without_experts_while_tuning(pools: Pools, routing: str) -> None:
-    """On one rank or on all, in the first micro-batch and in later ones."""
-    case = Case(tp=2, topk=2, routing=routing.replace("no_tokens", "uniform"))
-    if routing == "no_tokens":
-        case = replace(case, num_tokens=0)
-    training = Training(num_steps=STEPS + 2, micro_batches=(2, 2))
-    named = {"moe_monta_chain": "hierarchical_alltoall", "moe_monta_ranks_per_node": 2}
-    ours, theirs = (
-        [
-            each.losses
-            for each in pools[4].run(train, replace(case, options=options), "monta", training)
-        ]
-        for options in (TUNED, named)
-    )
-    # As text: without tokens they are NaN.
-    assert str(ours) == str(theirs)
+def tune(
+    case: Case, num_steps: int, us_of_choice: dict[str, float]
+) -> tuple[list[str], str, set[int]]:
+    """A training in which each choice takes a given time, and nothing else takes any.
+
+    Returns:
+        what ran in each step; what a rank said; the first steps of windows.
+    """
+    from monta_megatron.integration import auto
+
+    windows = set()
+    with printed() as said:
+        model = Model(case, Training(num_steps=num_steps))
+
+        def take(*_: Any) -> list[float]:
+            return [us_of_choice.get(model.exchanges[-1][2], 1000.0)]
+
+        with (
+            mock.patch.object(auto.IterationClock, "take", take),
+            mock.patch.object(auto, "us_of", sum),
+        ):
+            for number in range(num_steps):
+                model.step(number)
+                windows.add(model.chooser.tuner.window.first)
+    ran = dict[int, str]()
+    for _, step, name, is_training in model.exchanges:
+        if is_training:
+            assert ran.setdefault(step, name) == name
+    return list(ran.values()), said.getvalue(), windows
 
 
-def test_the_winner_runs_from_the_third_step_after_the_window(pools: Pools) -> None:
+@on_ranks(4)
+def test_the_winner_runs_from_the_third_step_after_the_window() -> None:
     """24 steps; the best so far runs in two, since the times of the last steps are on their way."""
-    case = replace(CASE, options=AUTO | {"moe_monta_tune_steps": 24})
-    names = pools[4].run(tune, case, Training(num_steps=9), {})[0][0]
+    case = replace(CASE, options=AUTO.options | {"tune_steps": 24})
+    names, _, _ = tune(case, 9, {})
     # The slowest before, one candidate is the fastest by far, but all its trials but the last are
     # slow ones: only step 23 tells.
     candidates = names[:8]
     assert candidates[0] == "alltoall in 1 chunk" and names[8] == candidates[0]
     us = {name: 1000.0 + 10 * number for number, name in enumerate(candidates)}
     us[candidates[3]] = 800.0
-    for ran, said, windows in pools[4].run(tune, case, Training(num_steps=40), us):
-        assert ran[:24] == candidates * 3 and ran[24:] == [candidates[3]] * 16
-        assert windows == [0]
-        assert not said or sum("wins with 0.80 ms per iteration" in line for line in said) == 1
+    ran, said, windows = tune(case, 40, us)
+    assert ran[:24] == candidates * 3 and ran[24:] == [candidates[3]] * 16
+    assert windows == {0}
+    assert not said or said.count("wins with 0.80 ms per iteration") == 1
 
 
-def test_a_rank_that_steps_alone_is_named(pools: Pools) -> None:
-    for error in pools[4].run(error_of, step_alone, CASE, 2):
-        assert "ranks 0 and 2 differ in step: 1 and 2; an optimizer has to make a" in error
+@on_ranks(4)
+def test_a_rank_that_steps_alone_is_named() -> None:
+    model = Model(CASE, Training())
+    model.step(0)
+    if dist.get_rank() == 2:
+        model.optimizers[0].step()
+    error = error_of(model.step, 1)
+    assert "ranks 0 and 2 differ in step: 1 and 2; an optimizer has to make a" in error
 
 
-def test_replicas_with_another_number_of_steps_are_named(pools: Pools) -> None:
-    steps = [{"moe_monta_tune_steps": number} for number in (12, 12, 6, 6)]
-    cases = [Case(ep=2, options=AUTO | each) for each in steps]
-    for refusal in pools[4].run(refusal_of, cases, [{}] * 4):
-        assert "differ in moe_monta_tune_steps: 12 and 6" in refusal
+@on_ranks(4)
+def test_replicas_with_another_number_of_steps_are_named() -> None:
+    steps = 12 if dist.get_rank() < 2 else 6
+    case = replace(AUTO, ep=2, options=AUTO.options | {"tune_steps": steps})
+    assert "differ in moe_monta_tune_steps: 12 and 6" in error_of(build_layer, case)
 
 
-def test_the_tokens_of_a_step_decide_for_the_next(pools: Pools) -> None:
+@on_ranks(4)
+def test_the_tokens_of_a_step_decide_for_the_next() -> None:
     """So that nothing is waited for before a row is touched, but in the first exchange."""
-    case = Case(tp=2, topk=2, options=AUTO | {"moe_monta_tune_steps": 0})
-    late, early = "before_permutation_1", "before_ep_alltoall"
-    for seen in pools[4].run(compare_changing_tokens, case, [1, 1, 4096, 4096, 1, 1]):
-        chains, points = zip(*seen, strict=True)
-        assert points == (late, *(early,) * 5)
-        assert chains[0] == chains[1] == chains[2] == chains[5] != chains[3] == chains[4]
+    case = replace(PICKED, tp=2)
+    stock, layer = build_pair(case)
+    dispatcher = layer.token_dispatcher
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    chains, points = [], []
+    for num_tokens in [1, 1, 4096, 4096, 1, 1]:
+        batch = make_batch(replace(case, tokens=(num_tokens,)), layer)
+        ours, theirs = (run_phases(case, one.token_dispatcher, batch) for one in (layer, stock))
+        assert torch.equal(ours["output"], theirs["output"])
+        optimizer.step()
+        chains.append(dispatcher.choice.chain)
+        points.append(dispatcher.cuda_sync_point)
+    assert points == ["before_permutation_1"] + ["before_ep_alltoall"] * 5
+    assert chains[0] == chains[1] == chains[2] == chains[5] != chains[3] == chains[4]
 
 
-def test_nothing_is_tuned_where_preprocess_is_replayed(pools: Pools) -> None:
-    case = Case(tp=2, ep=2, etp=2, topk=2, options=TUNED)
-    for seen in pools[4].run(replay_between_steps, case, 4):
-        assert len(set(seen)) == 1
+@on_ranks(4)
+def test_nothing_is_tuned_where_preprocess_is_replayed() -> None:
+    seen = replay_cuda_graph_attributes(replace(CASE, ep=2, etp=2), 4)
+    assert len(set(seen)) == 1
 
 
-def test_a_teacher_follows_the_student(pools: Pools) -> None:
-    for seen in pools[4].run(two_models, CASE, LONG):
-        by_step: dict[int, set[str]] = {}
-        for _, step, choice, _ in seen:
-            by_step.setdefault(step, set()).add(choice)
-        # Before the first training exchange the planner picks.
-        assert all(len(choices) == 1 for step, choices in by_step.items() if step)
+@on_ranks(4)
+def test_a_teacher_follows_the_student() -> None:
+    """It only evaluates, and has the student's shape and exchange."""
+    training = Training()
+    student = Model(CASE, training)
+    teacher = Model(CASE, training, is_first=False)
+    assert teacher.chooser is student.chooser
+    for layer in teacher.layers:
+        layer.eval()
+    for number in range(training.num_steps):
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            teacher.forward(generator, 24)
+        student.step(number)
+    by_step: dict[int, set[str]] = {}
+    for _, step, choice, _ in same_on_all_ranks(teacher.exchanges + student.exchanges):
+        by_step.setdefault(step, set()).add(choice)
+    # Before the first training exchange the planner picks.
+    assert all(len(choices) == 1 for step, choices in by_step.items() if step)

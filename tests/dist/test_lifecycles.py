@@ -3,25 +3,43 @@
 docs/limits.md says of each what it gives.
 """
 
+import contextlib
+import copy
+import gc
+import itertools
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import layers
 import pytest
+import torch
+import torch.distributed as dist
+from equal import assert_equal
 from free_ports import free_ports
-from layers import Case
-from lifecycles import (
-    abandon_and_change,
-    another_layout,
-    built_again,
-    compiled,
-    copies,
-    moved,
-    restarted,
-    retained,
-    sleep_and_wake,
-    two_models,
+from layers import (
+    Case,
+    assert_same_results,
+    build_layer,
+    build_pair,
+    error_of,
+    forward_backward,
+    initialize,
+    make_batch,
+    variable_of_rank,
 )
-from pool import Pool, Pools
+from pool import Pool, on_ranks
+from reloadable import reloadable_groups
 from test_auto import AUTO
 
-HIERARCHICAL = {"moe_monta_chain": "hierarchical_alltoall", "moe_monta_ranks_per_node": 2}
+import monta_megatron
+from monta_megatron.chains import CHAINS
+from monta_megatron.core import Choice
+
+HIERARCHICAL = Case(chain="hierarchical_alltoall")
 DESTROYED = (
     "moe_monta: the process groups that this model was built with were destroyed; build it again "
     "with those of now"
@@ -29,66 +47,255 @@ DESTROYED = (
 CANNOT = "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object"
 
 
+@contextlib.contextmanager
+def groups_of_its_own(case: Case) -> Iterator[None]:
+    """Let Megatron make the groups of a layout that no other test uses."""
+    from megatron.core import parallel_state
+
+    initialize(case)
+    before = dict(vars(parallel_state))
+    none = {None: layers._parallel_states[None]}
+    try:
+        with mock.patch.object(layers, "_parallel_states", none):
+            yield
+    finally:
+        vars(parallel_state).update(before)
+
+
+def compare_all(case: Case, made: dict[str, Any]) -> None:
+    """The layers of `made`, by chain, against its first, which is stock's."""
+    results = {name: forward_backward(case, layer) for name, layer in made.items()}
+    for name in list(results)[1:]:
+        exact_sums = replace(case, chain=name).exact_sums
+        assert_same_results(results[name], results["stock"], exact_sums, name)
+
+
+def pair_by_chain(case: Case) -> dict[str, Any]:
+    """Stock's layer and ours, as `compare_all` takes them."""
+    return dict(zip(("stock", case.chain), build_pair(case), strict=True))
+
+
+def abandon(case: Case, layer: Any) -> None:
+    """Begin a step that ends at the experts, on all ranks."""
+    failing = mock.patch.object(layer.experts, "forward", side_effect=RuntimeError("abandoned"))
+    with failing, pytest.raises(RuntimeError, match="abandoned"):
+        forward_backward(case, layer)
+
+
+def step_of(layer: Any) -> None:
+    """End an iteration without changing a weight."""
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+
+
 @pytest.mark.old_end
 @pytest.mark.parametrize(
     ("case", "ours_of_rank"),
     [
         # Two chains with a rail and a node each.
-        (Case(ep=4, options={"moe_monta_ranks_per_node": 2}), [4] * 4),
+        (Case(), [4] * 4),
         # The first stage is dense.
-        (Case(ep=2, pp=2, options={"moe_monta_ranks_per_node": 1}), [0, 0, 4, 4]),
+        (Case(ep=2, pp=2, ranks_per_node=1), [0, 0, 4, 4]),
     ],
 )
+@on_ranks(4)
 def test_groups_that_are_wrapped_destroyed_and_made_again(
-    pools: Pools, case: Case, ours_of_rank: list[int]
+    case: Case, ours_of_rank: list[int]
 ) -> None:
-    found = pools[4].run(sleep_and_wake, case, [False, True])
-    assert found == [[(4.0, ours), (4.0, 0)] for ours in ours_of_rank]
+    """All chains against stock; the second time our groups are given up before."""
+    from megatron.core import parallel_state
+
+    from monta_megatron.common.torch_private import is_open
+
+    with groups_of_its_own(case), reloadable_groups() as groups:
+        initialize(case)
+        made: dict[str, Any] = {}
+        if parallel_state.get_pipeline_model_parallel_rank() == case.pp - 1:
+            made["stock"] = build_layer(case, "alltoall")
+            made |= {chain: build_layer(replace(case, chain=chain)) for chain in CHAINS}
+        compare_all(case, made)
+        for forgets in (False, True):
+            if forgets:
+                monta_megatron.forget_groups()
+            groups.sleep()
+            ours = [
+                each.process_group
+                for layer in list(made.values())[1:]
+                for each in layer.token_dispatcher.groups.values()
+                if each.name in ("rail", "node")
+            ]
+            assert sum(map(is_open, ours)) == (0 if forgets else ours_of_rank[dist.get_rank()])
+            groups.wake()
+            one = torch.ones(1)
+            dist.all_reduce(one, group=dist.new_group(range(4)))
+            assert one.item() == 4
+            compare_all(case, made)
 
 
-def test_another_layout(pools: Pools) -> None:
-    first, second = Case(ep=4, options=HIERARCHICAL), Case(ep=2, etp=2, topk=3)
-    assert pools[4].run(another_layout, first, second) == [DESTROYED] * 4
+@on_ranks(4)
+def test_another_layout() -> None:
+    """A layer in each of two layouts; then the first without its groups."""
+    from megatron.core import parallel_state
+
+    from monta_megatron.common.torch_private import is_open
+
+    first, second = HIERARCHICAL, Case(ep=2, etp=2, topk=3)
+    with groups_of_its_own(first):
+        others = list(parallel_state._global_process_group_list)
+        before = pair_by_chain(first)
+        compare_all(first, before)
+        known = parallel_state._global_process_group_list
+        parallel_state.destroy_model_parallel()
+        after = pair_by_chain(second)
+        compare_all(second, after)
+        # Megatron forgets its groups and closes none.
+        compare_all(first, before)
+        for group in known:
+            if group not in others and is_open(group):
+                dist.destroy_process_group(group)
+        compare_all(second, after)
+        assert error_of(forward_backward, first, before[first.chain]) == DESTROYED
 
 
-def test_a_chain_changes_after_an_abandoned_pass(pools: Pools) -> None:
-    pools[4].run(abandon_and_change, Case(options=AUTO | {"moe_monta_tune_steps": 0}))
+@on_ranks(4)
+def test_a_chain_changes_after_an_abandoned_pass() -> None:
+    """A pass is abandoned before a chain of other rows runs, either way."""
+    case = replace(AUTO, options=AUTO.options | {"tune_steps": 0})
+    stock_layer, layer = build_pair(case)
+    stock, chooser = forward_backward(case, stock_layer), layer.token_dispatcher.chooser
+    by_rows = {
+        chain.rows: Choice(chain=chain.name, num_chunks=1)
+        for chain in layer.token_dispatcher.setup.planner.chains
+    }
+    assert sorted(by_rows) == ["permuted tokens", "tokens"]
+    # Before a choice is known, and after.
+    for before, after in itertools.permutations([None, *by_rows.values()], 2):
+        for choice, run in ((before, abandon), (after, forward_backward)):
+            chooser.choice = choice
+            result = run(case, layer)
+        assert_same_results(result, stock, False, f"{before}, {after}")
 
 
-def test_two_models_in_a_process(pools: Pools) -> None:
-    case = Case(options={"moe_monta_ranks_per_node": 2})
-    pools[4].run(two_models, case, ["hierarchical_alltoall", "alltoall_allgather"])
+@on_ranks(4)
+def test_two_models_in_a_process() -> None:
+    """Their passes are interleaved: forward, forward, backward, backward."""
+    cases = [HIERARCHICAL, Case()]
+    made = [build_layer(case) for case in cases]
+    alone = [forward_backward(case, layer) for case, layer in zip(cases, made, strict=True)]
+    batch = make_batch(HIERARCHICAL, made[0])
+    hidden = [batch.tokens.unsqueeze(1).requires_grad_() for _ in made]
+    outputs = [layer(rows)[0] for layer, rows in zip(made, hidden, strict=True)]
+    for rows, output, expected in zip(hidden, outputs, alone, strict=True):
+        assert_equal(output.detach(), expected.sums["output"], "output")
+        output.backward(batch.gradient.unsqueeze(1))
+        assert_equal(rows.grad, expected.sums["input"], "input gradient")
+    for case, layer, expected in zip(cases, made, alone, strict=True):
+        assert_same_results(forward_backward(case, layer), expected, True, "after both")
 
 
-def test_a_model_that_is_built_again(pools: Pools) -> None:
-    pools[4].run(built_again, Case(options=AUTO))
+@on_ranks(4)
+def test_a_model_that_is_built_again() -> None:
+    """While rank 0 alone still holds the one before."""
+    layer = build_layer(AUTO)
+    for _ in range(2):
+        forward_backward(AUTO, layer)
+        step_of(layer)
+    held = [layer] * (dist.get_rank() == 0)
+    del layer
+    gc.collect()
+    again = build_layer(AUTO)
+    stock = forward_backward(AUTO, build_layer(AUTO, "alltoall"))
+    assert_same_results(forward_backward(AUTO, again), stock, False, "built again")
+    del held
 
 
-def test_copies_of_a_layer_are_refused_as_stocks_are(pools: Pools) -> None:
-    assert pools[4].run(copies, Case(options=HIERARCHICAL)) == [[[CANNOT] * 2] * 2] * 4
+@pytest.mark.parametrize("dispatcher", ["alltoall", "monta"])
+@on_ranks(4)
+def test_copies_of_a_layer_are_refused_as_stocks_are(dispatcher: str) -> None:
+    layer = build_layer(HIERARCHICAL, dispatcher)
+    expected = forward_backward(HIERARCHICAL, layer)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=f"^{CANNOT}$"):
+            copied(layer)
+    # A checkpoint holds neither groups nor dispatcher.
+    other = build_layer(HIERARCHICAL, dispatcher)
+    other.load_state_dict(pickle.loads(pickle.dumps(layer.state_dict())))
+    assert_same_results(forward_backward(HIERARCHICAL, other), expected, True, dispatcher)
 
 
 @pytest.mark.parametrize("chain", ["alltoall_allgather", "hierarchical_alltoall"])
-def test_a_graph_is_kept(pools: Pools, chain: str) -> None:
-    pools[4].run(retained, Case(options={**HIERARCHICAL, "moe_monta_chain": chain}))
+@on_ranks(4)
+def test_a_graph_is_kept(chain: str) -> None:
+    """Its backward pass runs twice, and gives the same twice."""
+    layer = build_layer(Case(chain=chain))
+    hidden = torch.randn(24, 1, 16).requires_grad_()
+    output, _ = layer(hidden)
+    loss, gradients = output.square().sum(), []
+    for keeps in (True, False):
+        hidden.grad = None
+        loss.backward(retain_graph=keeps)
+        gradients.append(hidden.grad)
+    assert_equal(gradients[1], gradients[0], "input gradient")
 
 
-def test_a_compiled_layer(pools: Pools) -> None:
-    pools[4].run(compiled, Case(options=HIERARCHICAL))
+@on_ranks(4)
+def test_a_compiled_layer() -> None:
+    layer = build_layer(HIERARCHICAL)
+    expected = forward_backward(HIERARCHICAL, layer)
+    layer.forward = torch.compile(layer.forward, backend="eager")
+    assert_same_results(forward_backward(HIERARCHICAL, layer), expected, True, "compiled")
+    torch.compiler.reset()
+
+
+def restarted(case: Case, port: int) -> str:
+    """A pass ends on one rank only; then torch.distributed and Megatron begin anew.
+
+    Returns:
+        what a layer from before says afterwards.
+    """
+    from megatron.core import parallel_state
+
+    from monta_megatron.exchange.errors import ExchangeError
+
+    layer = build_layer(case)
+    forward_backward(case, layer)
+    # So that what was exchanged is being gathered when the pass ends.
+    step_of(layer)
+    if dist.get_rank() == 0:
+        abandon(case, layer)
+    else:
+        with pytest.raises(ExchangeError):
+            forward_backward(case, layer)
+    dist.destroy_process_group()
+    parallel_state.destroy_model_parallel()
+    layers._parallel_states.clear()
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo")
+    made = pair_by_chain(case)
+    for _ in range(3):
+        compare_all(case, made)
+        step_of(made[case.chain])
+    return error_of(forward_backward, case, layer)
 
 
 def test_a_process_begins_anew_after_an_abandoned_pass() -> None:
+    case = replace(AUTO, ep=2, ranks_per_node=1)
     # So long a rank waits for the one that has left.
-    pool = Pool(2, group_limit_s=5.0)
-    try:
-        case = Case(ep=2, options={**AUTO, "moe_monta_ranks_per_node": 1})
+    with contextlib.closing(Pool(2, group_limit_s=5.0)) as pool:
         assert pool.run(restarted, case, free_ports(1)[0]) == [DESTROYED] * 2
-    finally:
-        pool.close()
 
 
-def test_ranks_that_were_moved_to_other_nodes(pools: Pools) -> None:
-    case = Case(options={"moe_monta_chain": "hierarchical_alltoall"})
-    placements = ["aabb", "aaaa", "abcd", "bbaa"]
-    found = pools[4].run(moved, case, placements)
-    assert found == [[(0, 0, 1, 1), (0, 0, 0, 0), (0, 1, 2, 3), (0, 0, 1, 1)]] * 4
+@on_ranks(4)
+def test_ranks_that_were_moved_to_other_nodes() -> None:
+    case = replace(HIERARCHICAL, ranks_per_node=None)
+    stock = forward_backward(case, build_layer(case, "alltoall"))
+    for placement, nodes in (
+        ("aabb", (0, 0, 1, 1)),
+        ("aaaa", (0, 0, 0, 0)),
+        ("abcd", (0, 1, 2, 3)),
+        ("bbaa", (0, 0, 1, 1)),
+    ):
+        with variable_of_rank("MONTA_NODE", placement):
+            layer = build_layer(case)
+        result = forward_backward(case, layer)
+        assert_same_results(result, stock, case.exact_sums, placement)
+        assert layer.token_dispatcher.setup.layout.nodes == nodes

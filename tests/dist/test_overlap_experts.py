@@ -1,33 +1,36 @@
 """Experts inside the pipeline (--moe-monta-overlap-experts), against stock's layer."""
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import overlap
 import pytest
 import torch
+from dispatchers import (
+    compare_batch_invariant,
+    differences,
+    replay_cuda_graph_attributes,
+    run_phases,
+)
 from layers import (
     Case,
-    case_of_chain,
+    assert_same_results,
+    build_layer,
+    build_pair,
     compare,
-    compare_batch_invariant,
     compare_steps,
-    knows_batch_invariant_sums,
-    replay_cuda_graph_attributes,
+    error_of,
+    forward_backward,
+    make_batch,
 )
-from overlap import (
-    compare_bits,
-    compare_frozen,
-    compare_grouped,
-    compare_main_gradients,
-    compare_recomputed_input,
-    compare_trainings,
-    refusal_of_sharded_weights,
-    state_dict_keys,
-)
-from pool import Pools
+from pool import on_ranks
+from test_chains_against_stock import BATCHES
+from test_supported_settings import CASES as ALL_CASES
 from test_supported_settings import SETTINGS
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.integration.experts import check_experts
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.supported_settings import (
@@ -36,129 +39,189 @@ from monta_megatron.integration.supported_settings import (
 )
 
 # Every chain whose rows are tokens.
-CASES = [
-    case_of_chain("allgather", 2, moe_monta_overlap_experts=True),
-    case_of_chain("alltoall_dedup", 1, moe_monta_overlap_experts=True),
-    case_of_chain("hierarchical_allgather", 2, moe_monta_overlap_experts=True),
-    case_of_chain("hierarchical_alltoall", 1, moe_monta_overlap_experts=True),
-]
+CASES = [replace(case, pipelined=True) for case in ALL_CASES if CHAINS[case.chain].rows == "tokens"]
 AUTO = Case(
-    ep=4,
-    num_local_experts=2,
-    options={
-        "moe_monta_chain": "auto",
-        "moe_monta_cluster": "emulated_2x4_500mbit",
-        "moe_monta_ranks_per_node": 2,
-        "moe_monta_overlap_experts": True,
-        "moe_monta_tune_steps": 0,
-    },
+    chain="auto", pipelined=True, options={"cluster": "emulated_2x4_500mbit", "tune_steps": 0}
 )
-CHUNKS = [1, 3]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case.options["moe_monta_chain"])
+@pytest.fixture(params=CASES, ids=lambda case: case.chain)
 def case(request: pytest.FixtureRequest) -> Case:
-    return request.param
+    return replace(request.param, num_chunks=3)
 
 
 @pytest.mark.old_end
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "routing",
-    ["router", "uniform", "rank0_empty", "expert0_empty", "one_expert", "few_tokens"],
-)
-def test_a_layer(pools: Pools, case: Case, routing: str, dtype: str) -> None:
-    topk = 1 if routing == "one_expert" else 2
-    case = replace(case, routing=routing, topk=topk, dtype=dtype)
-    pools[4].run(compare, case, [2, 5])
+@pytest.mark.parametrize("changes", [{"routing": "router"}, *BATCHES], ids=str)
+@on_ranks(4)
+def test_a_layer(case: Case, changes: dict[str, Any], dtype: str) -> None:
+    compare(replace(case, **changes, dtype=dtype), [2, 5])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_but_matrix_products_is_the_same_to_the_bit(
-    pools: Pools, case: Case, dtype: str
-) -> None:
-    pools[4].run(compare_bits, replace(case, dtype=dtype), 3)
+@on_ranks(4)
+def test_all_but_matrix_products_is_the_same_to_the_bit(case: Case, dtype: str) -> None:
+    """Experts that compute each value by itself: split and whole, nothing differs at all."""
+    split, whole = (
+        run_phases(each, layer.token_dispatcher, make_batch(each, layer))
+        for each in (replace(case, dtype=dtype, num_chunks=chunks) for chunks in (3, 1))
+        for layer in [build_layer(each)]
+    )
+    assert not list(differences(split, whole, {}))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_settings(pools: Pools, case: Case, setting: str) -> None:
-    pools[4].run(compare, replace(case, **SETTINGS[setting]), CHUNKS)
+@on_ranks(4)
+def test_settings(case: Case, setting: str) -> None:
+    compare(replace(case, **SETTINGS[setting]), [1, 3])
 
 
-def test_pad_to_capacity(pools: Pools) -> None:
+@on_ranks(4)
+def test_pad_to_capacity() -> None:
     """Auto takes a chain of permuted tokens, and splits nothing."""
     config = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
-    auto = replace(AUTO, routing="router", config=config)
-    for choices in pools[4].run(compare_steps, auto, None, [[24] * 4]):
-        assert not any(choice.splits_experts for choice in choices)
+    (choice,) = compare_steps(replace(AUTO, routing="router", config=config), [[24] * 4])
+    assert not choice.splits_experts
 
 
-def test_cuda_graph_attributes_replay(pools: Pools, case: Case) -> None:
-    pools[4].run(replay_cuda_graph_attributes, case, 3)
+@on_ranks(4)
+def test_cuda_graph_attributes_replay(case: Case) -> None:
+    replay_cuda_graph_attributes(case)
 
 
-def test_batch_invariant_sums(pools: Pools) -> None:
+@on_ranks(4)
+def test_batch_invariant_sums() -> None:
     """No chain of tokens adds in the order of this mode, so auto splits nothing."""
-    if not all(pools[4].run(knows_batch_invariant_sums)):
-        pytest.skip("needs Megatron-Core >= 0.20, which orders a token's sum in this mode")
-    pools[4].run(compare_batch_invariant, replace(AUTO, num_local_experts=4, topk=9), None)
+    compare_batch_invariant(replace(AUTO, num_local_experts=4, topk=9))
 
 
 @pytest.mark.parametrize("frozen", ["experts", "router", "input", "router input"])
-def test_frozen(pools: Pools, case: Case, frozen: str) -> None:
-    pools[4].run(compare_frozen, case, 3, frozen.split())
+@on_ranks(4)
+def test_frozen(case: Case, frozen: str) -> None:
+    """Parts of a layer, or what it is given, without gradients: the others' are stock's."""
+    results = []
+    for layer in build_pair(case):
+        for name in set(frozen.split()) - {"input"}:
+            getattr(layer, name).requires_grad_(False)
+        results.append(forward_backward(case, layer, "input" not in frozen))
+    stock, ours = results
+    trained = {"experts", "router", "input"} - set(frozen.split())
+    assert {name.partition(".")[0] for name in ours.sums} == trained | {"output"}
+    assert_same_results(ours, stock, False, f"frozen: {frozen}")
 
 
 @pytest.mark.old_end
-@pytest.mark.parametrize("recomputes_activation", [False, True])
-def test_grouped_experts(pools: Pools, case: Case, recomputes_activation: bool) -> None:
-    pools[4].run(compare_grouped, case, 3, recomputes_activation)
-
-
-def test_probabilities_on_the_input_of_grouped_experts(pools: Pools, case: Case) -> None:
-    config = {"moe_apply_probs_on_input": True}
-    pools[4].run(compare_grouped, replace(case, topk=1, config=config), 3)
-
-
-def test_the_norm_before_it_is_recomputed(pools: Pools, case: Case) -> None:
-    pools[4].run(compare_recomputed_input, case, 3)
-
-
-def test_state_dict(pools: Pools) -> None:
-    assert pools[4].run(state_dict_keys, CASES[0]) == [True] * 4
-
-
-DATA_PARALLEL = Case(
-    ep=2, num_local_experts=2, options={**CASES[3].options, "moe_monta_ranks_per_node": 1}
+@pytest.mark.parametrize(
+    ("changes", "recomputes_activation"),
+    [({}, False), ({}, True), ({"topk": 1, "config": {"moe_apply_probs_on_input": True}}, False)],
+    ids=["", "recomputed", "probabilities on the input"],
 )
+@on_ranks(4)
+def test_grouped_experts(case: Case, changes: dict[str, Any], recomputes_activation: bool) -> None:
+    """Megatron's grouped experts, which get rows per expert as stock gives them."""
+    case, results = replace(case, **changes), []
+    for layer in build_pair(case):
+        overlap.give_grouped_experts(layer)
+        layer.experts.activation_recompute = recomputes_activation
+        with overlap.recomputation_on_a_host():
+            results.append(forward_backward(case, layer))
+    stock, ours = results
+    assert_same_results(ours, stock, False, "grouped experts")
+    (theirs,), mine = stock.calls, ours.calls
+    assert len(mine) == 3 and torch.equal(sum(mine), theirs)
+    for each in mine:
+        assert (each.dtype, each.device, each.shape) == (theirs.dtype, theirs.device, theirs.shape)
+
+
+@on_ranks(4)
+def test_the_norm_before_it_is_recomputed(case: Case) -> None:
+    """What a layer reads is discarded and computed anew, as Megatron's norm before it may be."""
+    from megatron.core.tensor_parallel import CheckpointWithoutOutput
+
+    results = []
+    for is_recomputed in (False, True):
+        layer = build_layer(case)
+        whole = layer.forward
+
+        def forward(hidden: torch.Tensor, whole: Any = whole, again: bool = is_recomputed) -> Any:
+            if not again:
+                return whole(hidden.tanh())
+            checkpoint = CheckpointWithoutOutput()
+            output, _ = whole(checkpoint.checkpoint(torch.tanh, hidden))
+            checkpoint.discard_output_and_register_recompute(output)
+            return output, None
+
+        layer.forward = forward
+        with overlap.recomputation_on_a_host():
+            results.append(forward_backward(case, layer))
+    plain, recomputed = results
+    assert_same_results(recomputed, plain, True, "its input recomputed")
+
+
+@on_ranks(4)
+def test_state_dict() -> None:
+    """Once it has run, that of a layer without the pipeline."""
+    keys = []
+    for layer in build_pair(CASES[0]):
+        forward_backward(CASES[0], layer)
+        keys.append((list(layer.state_dict()), list(layer.sharded_state_dict())))
+    assert keys[0] == keys[1]
+
+
+DATA_PARALLEL = Case(chain="hierarchical_alltoall", ep=2, ranks_per_node=1, pipelined=True)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_training_with_other_chunks_in_every_step(pools: Pools, fused: bool) -> None:
+@on_ranks(4)
+def test_training_with_other_chunks_in_every_step(fused: bool) -> None:
     """2 data-parallel ranks, 10 steps of 3 micro-batches; hooks are called once for each.
 
     With gradient accumulation fusion they have nothing to add.
     """
-    case = replace(DATA_PARALLEL, config={"gradient_accumulation_fusion": fused})
-    chunks = [2, 8, 1, 3, 5, 8, 2, 4, 7, 6]
-    differences = pools[4].run(compare_trainings, case, chunks, 3)
+    config, chunks = {"gradient_accumulation_fusion": fused}, [2, 8, 1, 3, 5, 8, 2, 4, 7, 6]
+    with overlap.gradient_accumulation_fusion():
+        split, whole, untrained = (
+            overlap.Model(replace(DATA_PARALLEL, config=config, num_chunks=num_chunks))
+            for num_chunks in (8, 1, 1)
+        )
+        split.train(chunks, 3)
+        whole.train([1] * len(chunks), 3)
+    assert split.numbers_of_calls.keys() == {1}, split.numbers_of_calls
+    ours, theirs, before = (
+        [each.detach() for each in model.layer.parameters()] for model in (split, whole, untrained)
+    )
+    assert not any(map(torch.equal, theirs, before)), "a parameter was not trained"
     # Gradients that differ in their last bits; Adam's steps are as large for small gradients.
-    assert max(differences) < 1e-4, differences
+    assert overlap.largest_difference(ours, theirs) < 1e-4
 
 
-def test_products_of_all_chunks_add_to_one_gradient(pools: Pools) -> None:
-    case = replace(DATA_PARALLEL, dtype="bfloat16", config={"gradient_accumulation_fusion": True})
+@on_ranks(4)
+def test_products_of_all_chunks_add_to_one_gradient() -> None:
+    config = {"gradient_accumulation_fusion": True}
+    gradients = []
+    for chunks in (3, 1):
+        case = replace(DATA_PARALLEL, dtype="bfloat16", config=config, num_chunks=chunks)
+        with overlap.gradient_accumulation_fusion() as products:
+            model = overlap.Model(case)
+            model.accumulate(chunks, 2)
+        assert model.numbers_of_calls.keys() == {1}
+        weights = list(model.layer.experts.parameters())
+        assert products.dtypes == [(torch.bfloat16, torch.float32)] * 2 * chunks * len(weights)
+        # Of each weight and micro-batch one, whatever the number of chunks.
+        assert Counter(products.placeholders) == Counter(2 * [tuple(one.shape) for one in weights])
+        assert all(weight.grad_added_to_main_grad for weight in weights)
+        gradients.append([weight.main_grad.clone() for weight in model.layer.parameters()])
     # Sums of 24 products in another order; in bf16 their roundings would be 2^-9 of each.
-    assert max(pools[4].run(compare_main_gradients, case, 3)) < 1e-6
+    assert overlap.largest_difference(*gradients) < 1e-6
 
 
 @pytest.mark.parametrize("num_chunks", [None, 3])
-def test_auto_splits_the_best_chain_of_tokens(pools: Pools, num_chunks: int | None) -> None:
+@on_ranks(4)
+def test_auto_splits_the_best_chain_of_tokens(num_chunks: int | None) -> None:
     """In 4, or as asked for; on every rank alike, with other tokens in every step."""
-    tokens = [[2000, 0, 1, 100], [1, 1, 0, 1]]
-    for choices in pools[4].run(compare_steps, AUTO, num_chunks, tokens):
-        assert all(choice.splits_experts for choice in choices)
-        assert [choice.num_chunks for choice in choices] == [num_chunks or 4] * 2
+    case = replace(AUTO, num_chunks=num_chunks)
+    for choice in compare_steps(case, [[2000, 0, 1, 100], [1, 1, 0, 1]]):
+        assert choice.splits_experts and choice.num_chunks == (num_chunks or 4)
 
 
 def test_options_that_do_not_go_together() -> None:
@@ -227,9 +290,14 @@ def test_similar_settings_are_not_refused() -> None:
     )
 
 
-def test_fsdp_that_no_configuration_names_is_refused(pools: Pools) -> None:
-    for refused in pools[4].run(refusal_of_sharded_weights, CASES[0]):
-        assert refused.startswith("use_megatron_fsdp: not supported with moe_monta_overlap_experts")
+@on_ranks(4)
+def test_fsdp_that_no_configuration_names_is_refused() -> None:
+    """A layer whose weights Megatron-FSDP has taken over."""
+    layer = build_layer(replace(CASES[0], num_chunks=2))
+    for parameter in layer.experts.parameters():
+        parameter.__fsdp_param__ = True
+    refused = error_of(forward_backward, CASES[0], layer)
+    assert refused.startswith("use_megatron_fsdp: not supported with moe_monta_overlap_experts")
 
 
 def test_dropout_inside_experts_is_refused() -> None:

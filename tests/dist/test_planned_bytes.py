@@ -1,7 +1,6 @@
 """For any counts and any chain, the planner's bytes by stage are those that the executor counts."""
 
 import dataclasses
-import random
 from collections import Counter
 from itertools import islice
 
@@ -48,7 +47,7 @@ def planned_bytes(case: Case, rank: int) -> BytesByPass:
 
 
 def test_planned_bytes_are_counted_bytes(pools: Pools) -> None:
-    cases = list(islice(draw_cases(random.Random(0), 4), NUM_CASES))
+    cases = list(islice(draw_cases(4, seed=0), NUM_CASES))
     seen: Counter[tuple[str, str]] = Counter()
     for rank, counted in enumerate(pools[4].run(bytes_of_passes, cases)):
         for case, by_pass in zip(cases, counted, strict=True):

@@ -1,28 +1,34 @@
 """What Megatron's settings ask of a dispatcher (supported_settings.py), against stock."""
 
-import dataclasses
+import copy
+import pickle
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from dispatchers import compare_batch_invariant, replay_cuda_graph_attributes
+from equal import assert_equal
 from layers import (
     Case,
-    build_from_spec,
-    case_of_chain,
+    assert_same_results,
+    build_layer,
+    build_moe,
+    build_pair,
     compare,
-    compare_batch_invariant,
-    compare_padded_for_quantization,
     compare_steps,
-    compare_under_overlap_schedule,
     error_of,
-    knows_batch_invariant_sums,
-    options_survive_copies,
-    refusal_of,
-    replay_cuda_graph_attributes,
+    forward_backward,
+    initialize,
+    layer_spec,
+    transformer_config,
 )
-from pool import Pools
+from pool import on_ranks
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.integration.arguments import answer_should_free_input
@@ -30,22 +36,22 @@ from monta_megatron.integration.supported_settings import check_supported
 
 pytestmark = pytest.mark.old_end
 
+# 2 nodes of 2 ranks; with expert tensor parallelism where the chain can have it.
+WHOLE, IN_PARTS = {"tp": 2, "ep": 4}, {"tp": 2, "ep": 2, "etp": 2}
 CASES = [
-    case_of_chain("alltoall_allgather", 2),
-    case_of_chain("allgather", 2),
-    case_of_chain("alltoall_dedup", 1),
-    case_of_chain("hierarchical_allgather", 2),
-    case_of_chain("hierarchical_alltoall", 1),
+    Case(chain="alltoall_allgather", **IN_PARTS),
+    Case(chain="allgather", **IN_PARTS),
+    Case(chain="alltoall_dedup", **WHOLE),
+    Case(chain="hierarchical_allgather", **IN_PARTS),
+    Case(chain="hierarchical_alltoall", **WHOLE),
 ]
 CASE = CASES[0]
+CHUNKS = [1, 3]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case.options["moe_monta_chain"])
+@pytest.fixture(params=CASES, ids=lambda case: case.chain)
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
-
-
-CHUNKS = [1, 3]
 
 
 # What is changed of a case.
@@ -71,81 +77,133 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_layer(pools: Pools, case: Case, setting: str) -> None:
-    pools[4].run(compare, dataclasses.replace(case, **SETTINGS[setting]), CHUNKS)
+@on_ranks(4)
+def test_a_layer(case: Case, setting: str) -> None:
+    compare(replace(case, **SETTINGS[setting]), CHUNKS)
 
 
 @pytest.mark.parametrize("factor", [0.75, 2.0])
-def test_pad_to_capacity(pools: Pools, case: Case, factor: float) -> None:
+@on_ranks(4)
+def test_pad_to_capacity(case: Case, factor: float) -> None:
     """Permuted tokens, by name or as auto chooses; chains of tokens are refused."""
     config = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": True}
-    case = dataclasses.replace(case, routing="router")
-    chain = case.options["moe_monta_chain"]
-    if CHAINS[chain].rows == "tokens":
-        padded = dataclasses.replace(case, config=config)
-        for refused in pools[4].run(refusal_of, [padded] * 4, [{}] * 4):
-            assert refused.startswith(f"moe_monta_chain: {chain} cannot run here: its rows are tok")
-        case = dataclasses.replace(case, options=case.options | {"moe_monta_chain": "auto"})
-        pools[4].run(compare_steps, dataclasses.replace(case, config=config), None, [[24] * 4])
+    case = replace(case, routing="router", config=config)
+    if CHAINS[case.chain].rows == "permuted tokens":
+        compare(case, CHUNKS)
         return
-    pools[4].run(compare, dataclasses.replace(case, config=config), CHUNKS)
+    refused = error_of(build_layer, case)
+    assert refused.startswith(f"moe_monta_chain: {case.chain} cannot run here: its rows are tokens")
+    compare_steps(replace(case, chain="auto"), [[24] * 4])
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
-def test_router_padding(pools: Pools, case: Case, num_chunks: int) -> None:
-    pools[4].run(compare_padded_for_quantization, case, num_chunks, 16)
-    # As Transformer Engine's grouped tensors need it, in bf16 too.
-    case = dataclasses.replace(case, dtype="bfloat16", num_tokens=300)
-    pools[4].run(compare_padded_for_quantization, case, num_chunks, 256)
+@pytest.mark.parametrize(
+    ("align_to", "changes"),
+    # The second as Transformer Engine's grouped tensors need it, in bf16 too.
+    [(16, {}), (256, {"dtype": "bfloat16", "tokens": (300,)})],
+    ids=["16", "256"],
+)
+@on_ranks(4)
+def test_router_padding(
+    case: Case, align_to: int, changes: dict[str, Any], num_chunks: int
+) -> None:
+    """To a multiple of rows: Megatron ties it to fp8, the dispatcher does not."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    case = replace(case, **changes, num_chunks=num_chunks)
+    align, results = "get_align_size_for_quantization", []
+    with mock.patch.object(token_dispatcher, align, lambda config: align_to):
+        for layer in build_pair(case):
+            layer.config.moe_router_padding_for_quantization = True
+            results.append(forward_backward(case, layer))
+    stock, ours = results
+    assert (stock.calls[0] % align_to == 0).all()
+    assert torch.equal(ours.calls[0], stock.calls[0])
+    assert_same_results(ours, stock, case.exact_sums, str(case))
 
 
-# Chains that add a token's rows in the order of Megatron's batch-invariant mode.
-ORDERED = ("alltoall", "alltoall_allgather")
-# Tokens with two or three experts on most ranks.
-MANY_EXPERTS = Case(ep=4, num_local_experts=4, topk=9)
+# Tokens with two or three experts on most ranks, by chains that add a token's rows in the order of
+# Megatron's batch-invariant mode.
+MANY_EXPERTS = {"num_local_experts": 4, "topk": 9}
 
 
-def needs_batch_invariant_sums(pools: Pools) -> None:
-    if not all(pools[4].run(knows_batch_invariant_sums)):
-        pytest.skip("needs Megatron-Core >= 0.20, which orders a token's sum in this mode")
-
-
-def with_chain(chain: str) -> Case:
-    options = {"moe_monta_chain": chain, "moe_monta_ranks_per_node": 2}
-    return dataclasses.replace(MANY_EXPERTS, options=options)
-
-
-@pytest.mark.parametrize("num_chunks", CHUNKS)
-@pytest.mark.parametrize("chain", ORDERED)
-def test_batch_invariant_sums(pools: Pools, chain: str, num_chunks: int) -> None:
-    needs_batch_invariant_sums(pools)
-    num_chunks = 1 if chain == "alltoall" else num_chunks
-    pools[4].run(compare_batch_invariant, with_chain(chain), num_chunks)
-
-
-def test_batch_invariant_sums_with_expert_tensor_parallelism(pools: Pools) -> None:
-    needs_batch_invariant_sums(pools)
-    case = dataclasses.replace(with_chain("alltoall_allgather"), tp=2, ep=2, etp=2, topk=6)
-    pools[4].run(compare_batch_invariant, case, 3)
+@pytest.mark.parametrize(
+    "ordered",
+    [
+        Case(chain="alltoall", num_chunks=1, **MANY_EXPERTS),
+        *(Case(num_chunks=num_chunks, **MANY_EXPERTS) for num_chunks in CHUNKS),
+        Case(tp=2, ep=2, etp=2, num_local_experts=4, topk=6, num_chunks=3),
+    ],
+)
+@on_ranks(4)
+def test_batch_invariant_sums(ordered: Case) -> None:
+    compare_batch_invariant(ordered)
 
 
 # The second has tokens with fewer experts than top-k; the third attributes of the shared experts.
 CAPTURED: tuple[dict[str, Any], ...] = (
     {},
-    {"routing": "fewer"},
+    {"routing": "capacity"},
     {"config": SETTINGS["shared experts overlap"]["config"] | {"moe_shared_expert_gate": True}},
 )
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
-def test_cuda_graph_attributes_replay(pools: Pools, case: Case, num_chunks: int) -> None:
+@on_ranks(4)
+def test_cuda_graph_attributes_replay(case: Case, num_chunks: int) -> None:
     for changes in CAPTURED:
-        changed = dataclasses.replace(case, **changes)
-        pools[4].run(replay_cuda_graph_attributes, changed, num_chunks)
+        replay_cuda_graph_attributes(replace(case, **changes, num_chunks=num_chunks))
+
+
+def train_under_overlap_schedule(case: Case, dispatcher: str) -> dict[str, torch.Tensor]:
+    """Losses and gradients of four micro-batches, each forward beside another one's backward."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    initialize(case)
+    config = transformer_config(case, dispatcher)
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    model = GPTModel(config, spec, vocab_size=32, max_sequence_length=8)
+    model = model.to(device="cuda", dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(case.seed + dist.get_rank() // case.tp)
+    tokens = torch.randint(32, (4, 2, 9), generator=generator).to("cuda")
+
+    def forward_step(batches: Any, model: Any, return_schedule_plan: bool) -> tuple[Any, Any]:
+        assert return_schedule_plan
+        batch = next(batches)
+        plan = model.build_schedule_plan(
+            batch[:, :-1], torch.arange(8).expand(2, 8), None, labels=batch[:, 1:]
+        )
+        return plan, lambda losses: (losses.mean(), {"loss": losses.detach()})
+
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(tokens),
+        model=[model],
+        num_microbatches=len(tokens),
+        seq_length=8,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    results = {f"loss {number}": each["loss"] for number, each in enumerate(losses)}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        results[name] = parameter.grad
+    return results
 
 
 @pytest.mark.parametrize("num_local_experts", [1, 2])
-def test_overlap_schedule(pools: Pools, case: Case, num_local_experts: int) -> None:
+@on_ranks(4)
+def test_overlap_schedule(case: Case, num_local_experts: int) -> None:
+    """Megatron's 1F1B schedule that hides the exchange behind another micro-batch's work.
+
+    The layers are [MoE, dense, MoE, MoE], so that in the schedule, which pairs the first layer with
+    the last, an MoE layer meets itself, another one, and a dense one.
+    """
+    from megatron.core.tensor_parallel import RowParallelLinear
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
     # With top-2 and whole experts every chain adds the same two terms, so all are equal to the bit.
     etp = case.etp if case.exact_sums else 1
     if num_local_experts == etp == 1 and metadata.version("megatron-core").startswith("0.16"):
@@ -158,32 +216,67 @@ def test_overlap_schedule(pools: Pools, case: Case, num_local_experts: int) -> N
         "overlap_moe_expert_parallel_comm": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        # Without Transformer Engine nothing is delayed; but the schedule is the one that asks for
+        # it, where Megatron's own linear layers can be asked (not in 0.16).
+        "delay_wgrad_compute": num_local_experts > 1 and hasattr(RowParallelLinear, "backward_dw"),
     }
-    case = dataclasses.replace(
+    if hasattr(MoETokenDispatcher, "reset_transient_forward_state"):
+        # Megatron's branch dev can recompute whole layers: one of MoE and one that is dense.
+        config |= {"recompute_granularity": "full", "recompute_method": "block"}
+        config |= {"recompute_num_layers": 2}
+    case = replace(
         case,
         ep=4 // etp,
         etp=etp,
         num_local_experts=num_local_experts,
         dtype="bfloat16",
         config=config,
+        num_chunks=3,
     )
-    pools[4].run(compare_under_overlap_schedule, case, 3)
+    stock, ours = (train_under_overlap_schedule(case, name) for name in ("alltoall", "monta"))
+    assert ours.keys() == stock.keys()
+    for name, mine in ours.items():
+        assert_equal(mine, stock[name], name)
 
 
-def test_configuration_made_in_code(pools: Pools) -> None:
-    for built in pools[4].run(options_survive_copies, CASE):
-        assert built == [("MontaTokenDispatcher", "alltoall_allgather", 3)] * 4
+@on_ranks(4)
+def test_configuration_made_in_code() -> None:
+    initialize(CASE)
+    config = transformer_config(replace(CASE, num_chunks=3))
+    for each in (
+        config,
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        replace(config),
+    ):
+        dispatcher = build_moe(layer_spec(CASE), each).token_dispatcher
+        assert type(dispatcher).__name__ == "MontaTokenDispatcher"
+        assert (dispatcher.choice.chain, dispatcher.choice.num_chunks) == (CASE.chain, 3)
 
 
-def test_layer_spec_patches_nothing(pools: Pools) -> None:
-    for built in pools[4].run(build_from_spec, CASE):
-        assert built == ("MontaTokenDispatcher", "MoEAlltoAllTokenDispatcher")
+@on_ranks(4)
+def test_layer_spec_patches_nothing() -> None:
+    """The way in that patches nothing: a spec, with the stock name in the configuration."""
+    from monta_megatron.integration.layer import with_monta
+
+    initialize(CASE)
+    spec, config = layer_spec(CASE), transformer_config(CASE, "alltoall")
+    for each, name in (
+        (with_monta(spec), "MontaTokenDispatcher"),
+        (spec, "MoEAlltoAllTokenDispatcher"),
+    ):
+        assert type(build_moe(each, config).token_dispatcher).__name__ == name
 
 
-def test_layer_spec_under_the_overlap_schedule_is_refused(pools: Pools) -> None:
+@on_ranks(4)
+def test_layer_spec_under_the_overlap_schedule_is_refused() -> None:
+    from monta_megatron.integration.layer import with_monta
+
     case = Case(dtype="bfloat16", config={"overlap_moe_expert_parallel_comm": True})
-    for error in pools[4].run(error_of, build_from_spec, case):
-        assert error.startswith("overlap_moe_expert_parallel_comm: got True, must be False")
+    initialize(case)
+    config = transformer_config(case, "alltoall")
+    error = error_of(build_moe, with_monta(layer_spec(case)), config)
+    assert error.startswith("overlap_moe_expert_parallel_comm: got True, must be False")
 
 
 @pytest.mark.parametrize("low_precision", [{}, {"fp8": "hybrid", "first_last_layers_bf16": True}])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -26,23 +27,21 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(miss
 WORLD_SIZES = [1, 2] if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else [1]
 
 
-IN_PIPELINE = {"moe_monta_chain": "alltoall_dedup", "moe_monta_overlap_experts": True}
+IN_PIPELINE = {"chain": "alltoall_dedup", "pipelined": True}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize(("options", "chunks"), [({}, [1, 3]), (IN_PIPELINE, [2, 3])])
-def test_te_spec_equals_stock(world_size: int, options: dict[str, Any], chunks: list[int]) -> None:
+@pytest.mark.parametrize(("changes", "chunks"), [({}, [1, 3]), (IN_PIPELINE, [2, 3])])
+def test_te_spec_equals_stock(world_size: int, changes: dict[str, Any], chunks: list[int]) -> None:
     """Experts in one call, and in the pipeline."""
-    pool = Pool(world_size, backend="nccl")
     case = Case(
         ep=world_size,
         num_local_experts=4,
         dtype="bfloat16",
         routing="router",
         config={"moe_grouped_gemm": True, "moe_permute_fusion": True},
-        options=options,
+        ranks_per_node=None,
+        **changes,
     )
-    try:
+    with closing(Pool(world_size, backend="nccl")) as pool:
         pool.run(compare, case, chunks)
-    finally:
-        pool.close()

@@ -1,33 +1,51 @@
-"""docs/adding_a_chain.md holds code; here it runs, as the page says."""
+"""docs/adding_a_chain.md holds code; here it runs, as the page says, on the ranks of a pool."""
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-import worked_chain
 from pool import Pools
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.plan import plan
 
-CONFIGS = worked_chain.PAGE.parents[1] / "configs"
+REPOSITORY = Path(__file__).parents[2]
+PAGE = (REPOSITORY / "docs" / "adding_a_chain.md").read_text()
+# The page's chain and the page's test.
+CHAIN, TEST = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 Test = Callable[..., None]
+
+
+def add_chain() -> None:
+    """What the page says to do in `chains/__init__.py`."""
+    namespace: dict[str, object] = {}
+    exec(CHAIN, namespace)
+    chain = namespace["CHAIN"]
+    CHAINS[chain.name] = chain
+
+
+def remove_chain() -> None:
+    """Leave the other tests alone."""
+    CHAINS.pop("rail_allgather", None)
 
 
 @pytest.fixture
 def tests(pools: Pools) -> Iterator[dict[str, Test]]:
     """The page's tests, with its chain known to every process."""
-    worked_chain.add()
-    pools[4].run(worked_chain.add)
+    add_chain()
+    pools[4].run(add_chain)
     namespace: dict[str, Test] = {}
-    exec(worked_chain.code()[1], namespace)
+    exec(TEST, namespace)
     yield {name: found for name, found in namespace.items() if name.startswith("test_")}
-    worked_chain.remove()
+    remove_chain()
     if pools[4].alive:
-        pools[4].run(worked_chain.remove)
+        pools[4].run(remove_chain)
 
 
 def test_the_tests_of_the_page_pass(pools: Pools, tests: dict[str, Test]) -> None:
@@ -36,8 +54,8 @@ def test_the_tests_of_the_page_pass(pools: Pools, tests: dict[str, Test]) -> Non
 
 
 def test_the_planner_prices_it(tests: dict[str, Test]) -> None:
-    model = load_model(CONFIGS / "models" / "olmoe_1b_7b.yaml")
-    cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "emulated_2x4_500mbit.yaml")
+    model = load_model(REPOSITORY / "configs/models/olmoe_1b_7b.yaml")
+    cluster = strict_yaml.load(Cluster, REPOSITORY / "configs/clusters/emulated_2x4_500mbit.yaml")
     place = exchange_of(ParallelLayout(world_size=8, ep=8), model.num_experts, 4)
     chains = ["rail_allgather", "hierarchical_allgather"]
     found = plan(shape_of_model(model, place, 512), cluster, chains=chains, num_chunks=[4])
