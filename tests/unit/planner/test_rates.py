@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from clusters import CONFIGS, INSTANT, cluster_of, document, link, preset, shape_of
+from clusters import CONFIGS, INSTANT, cluster_of, link, preset, shape_of
+from commands import Monta
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
@@ -77,10 +78,10 @@ def test_bits_taken_for_bytes_are_refused_in_a_file(
         load_cluster(path)
 
 
-def test_every_plan_shows_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_plan_shows_its_rates(monta: Monta) -> None:
     command = ["plan", "--model", "olmoe_1b_7b", "--cluster", "h100_8x_ndr", "--world-size", "8"]
     for flags in (["--ep", "8"], []):
-        rates = document(capsys, *command, *flags)["rates"]
+        rates = monta.document(*command, *flags)["rates"]
         assert list(rates) == ["inter", "intra", "memory"]
         assert rates["inter"] == "47 GB/s (376 Gb/s)"
 
@@ -99,7 +100,7 @@ def test_the_rate_of_curves_is_that_of_the_largest_size() -> None:
     assert 0.667 < rates[0] / rates[1] < 0.7
 
 
-def test_a_price_has_the_range_of_the_published_rates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_price_has_the_range_of_the_published_rates(monta: Monta) -> None:
     cluster = preset("h100_8x_ndr")
     slow, fast = (cluster.at_end(end) for end in (0, 1))
     assert [
@@ -111,7 +112,7 @@ def test_a_price_has_the_range_of_the_published_rates(capsys: pytest.CaptureFixt
     assert measured.at_end(0) == measured.at_end(1)
 
     command = ["plan", "--model", "qwen3_235b_a22b", "--cluster", "h100_8x_ndr", "--tp", "2"]
-    planned = document(capsys, *command, "--world-size", "128", "--ep", "16", "--pp", "4")
+    planned = monta.document(*command, "--world-size", "128", "--ep", "16", "--pp", "4")
     low, high = planned["range_us"]
     assert low < planned["predicted_us"] < high
     low, high = planned["benefit"]["ratio_range"]
