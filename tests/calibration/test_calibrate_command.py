@@ -5,14 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from itertools import permutations
 from pathlib import Path
 
 import pytest
+from commands import Monta
+from interrupts import marked, started, wait_for
 
 from monta_megatron.calibration.command import Calibration, nccl_rows
-from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import Curve
@@ -60,34 +60,13 @@ def test_a_calibration_writes_the_file_that_a_plan_reads(tmp_path: Path) -> None
 
 
 def test_a_rank_that_dies_ends_all_and_leaves_no_file(tmp_path: Path) -> None:
-    with (
-        (tmp_path / "stderr").open("w") as stderr,
-        subprocess.Popen(
-            command_of(tmp_path / "cluster.yaml", 1000),
-            env={**ENVIRON, "TEST_MARK": str(tmp_path)},
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-        ) as process,
-    ):
-        deadline = time.monotonic() + LIMIT_S
-        while "more runs" not in (tmp_path / "stderr").read_text():
-            assert process.poll() is None and time.monotonic() < deadline, "it did not get there"
-            time.sleep(0.05)
-        os.kill(rank_of(str(tmp_path), 3), signal.SIGKILL)
+    stderr = tmp_path / "stderr"
+    words = command_of(tmp_path / "cluster.yaml", 1000)
+    with started(words[1:], tmp_path, MONTA_CPU_RANKS="1") as (process, mark):
+        wait_for(process, lambda: "more runs" in stderr.read_text(), stderr)
+        os.kill(min(marked(mark, RANK="3")), signal.SIGKILL)
         assert process.wait(timeout=LIMIT_S) != 0
-    assert [path.name for path in tmp_path.iterdir()] == ["stderr"]
-
-
-def rank_of(mark: str, rank: int) -> int:
-    """The process of a rank."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            variables = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if {f"TEST_MARK={mark}".encode(), f"RANK={rank}".encode()} <= set(variables):
-            return int(path.parent.name)
-    raise AssertionError(f"no rank {rank}")
+    assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
 
 
 def curve_of(operation: str, resource: str, ranks: int) -> Curve:
@@ -134,11 +113,10 @@ def test_communicators_are_printed_with_their_ctas() -> None:
 
 
 def test_outside_of_a_launch_it_says_how_to_start_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, monta: Monta
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["calibrate", "--out", "c.yaml"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = monta.refusal("calibrate", "--out", "c.yaml")
     assert "-m monta_megatron.cli calibrate --out FILE ..., srun, or monta emulate" in line
     assert list(tmp_path.iterdir()) == []

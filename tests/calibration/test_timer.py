@@ -178,39 +178,24 @@ def test_large_sizes_wait_for_half_of_the_budget(clock: Clock, progress: Progres
 
 
 @pytest.mark.parametrize(
-    ("rank", "groups"),
+    ("rank", "of_both_nodes", "of_one"),
     [
-        (
-            0,
-            {
-                ("inter", 2): [0, 4],
-                ("inter", 4): [0, 2, 4, 6],
-                ("inter", 8): [0, 1, 2, 3, 4, 5, 6, 7],
-                ("intra", 1): [0],
-                ("intra", 2): [0, 1],
-                ("intra", 4): [0, 1, 2, 3],
-            },
-        ),
-        (
-            7,
-            {
-                ("inter", 2): [3, 7],
-                ("inter", 4): [1, 3, 5, 7],
-                ("inter", 8): [0, 1, 2, 3, 4, 5, 6, 7],
-                ("intra", 1): [7],
-                ("intra", 2): [6, 7],
-                ("intra", 4): [4, 5, 6, 7],
-            },
-        ),
+        (0, [[0, 4], [0, 2, 4, 6], [*range(8)]], [[0], [0, 1], [0, 1, 2, 3]]),
+        (7, [[3, 7], [1, 3, 5, 7], [*range(8)]], [[7], [6, 7], [4, 5, 6, 7]]),
     ],
 )
 def test_groups_by_hand(
-    rank: int, groups: dict[tuple[str, int], list[int]], monkeypatch: pytest.MonkeyPatch
+    rank: int,
+    of_both_nodes: list[list[int]],
+    of_one: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """2 nodes of 4 ranks: some ranks of both nodes, or neighbours on one node."""
     monkeypatch.setattr(command, "new_local_group", lambda ranks, *_: list(ranks))
     monkeypatch.setattr(command, "peer_group", lambda name, group, nodes: group)
     layout = Layout(ep=8, etp=1, num_local_experts=1, rank=rank, nodes=LAYOUT.nodes)
+    groups = {("inter", len(ranks)): ranks for ranks in of_both_nodes}
+    groups |= {("intra", len(ranks)): ranks for ranks in of_one}
     assert command.make_groups(layout) == groups
 
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from commands import Monta
 from forked_ranks import LIMIT_S, ForkedRanks
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import PASSES, Operation
-from monta_megatron.cli import main
 from monta_megatron.core import Layout, Shape
 from monta_megatron.planner.price import bind_expected, lower_expected
 from monta_megatron.planner.routing import UniformRouting
@@ -150,9 +150,8 @@ def test_a_profile_has_a_range_for_every_stage_and_chunk(path: Path) -> None:
                     assert name in names
 
 
-def test_the_command_draws_and_tells(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", str(path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_the_command_draws_and_tells(path: Path, monta: Monta) -> None:
+    document = monta.document("timeline", path)
     assert [row["name"] for row in document["rows"]] == ROWS
     assert document["drawn"][0] == STOCK and document["drawn"][1] in ROWS[2:]
     for row in document["rows"]:
