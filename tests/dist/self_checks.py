@@ -148,7 +148,7 @@ def forget_chunk(buffers: Buffers, operation: Operation) -> None:
 
 def forget_probabilities(buffers: Buffers, operation: Operation) -> None:
     """A chunk's probabilities stay 0."""
-    into, index = buffers.target(operation)
+    into, index = buffers.target(operation), buffers.row_indices(operation)
     assert into.probs is not None
     into.probs[slice(None) if index is None else index] = 0
 

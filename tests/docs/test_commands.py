@@ -34,7 +34,6 @@ OTHERS_PAGES = r"docs/(legacy|README_Hybrid-EP)\.md$"
 NOT_PRINTED = (
     "iteration   1,394 ms",
     "iteration      monta",
-    "dispatcher    ms ratio",
     "monta: auto, EP 8",
     "status  what",
     " node 0, rank 0",

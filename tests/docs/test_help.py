@@ -48,7 +48,7 @@ def test_help_ends_with_an_example_that_can_be_copied(command: str) -> None:
     assert epilog is not None
     # Indented, with the lines that a backslash continues them with.
     examples = re.findall(r"^(?:  |example: )\S(?:.*\\\n)*.*", epilog, re.MULTILINE)
-    assert examples
-    for (example,) in map(joined_lines, examples):
-        assert f"{command} " in f"{example} "
-        check_arguments(example.removeprefix("example: "))
+    lines = [line for (line,) in map(joined_lines, examples)]
+    assert any(f"{command} " in f"{line} " for line in lines)
+    for line in lines:
+        check_arguments(line.removeprefix("example: "))

@@ -168,7 +168,6 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
         # Megatron's validation, its batches, and its TransformerConfig.
         (f"{TRAINED} --seq-length 64", "refusal: AssertionError"),
         (f"{TRAINED} --global-batch-size 6", "divisible by"),
-        (f"{TRAINED} --rampup-batch-size 2 3 100 --global-batch-size 8", "refusal: AssertionError"),
         (f"{TRAINED} --moe-pad-expert-input-to-capacity", "moe_expert_capacity_factor must be set"),
         (
             f"{TRAINED} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm {FULL}",

@@ -24,6 +24,9 @@ from monta_megatron.common.flags import (
 Phase: TypeAlias = Literal["forward", "forward_backward"]
 PHASES, STOCK = get_args(Phase), ("alltoall", "allgather")
 ALL_CHAINS = "all"
+# Terms of a sum that the check of correctness has exactly in bf16: each is 2 at most, and bf16 has
+# every integer up to 256.
+MOST_TERMS = 128
 
 
 class Flag(NamedTuple):
@@ -198,6 +201,7 @@ def _rules(settings: Settings, world_size: int) -> list[tuple[str, bool, str]]:
         ),
         ("experts", experts % ep == 0, f"be a multiple of --ep ({ep})"),
         ("top_k", settings.top_k <= experts, f"be at most --experts ({experts})"),
+        ("top_k", settings.top_k * etp <= MOST_TERMS, f"be at most {MOST_TERMS} over --etp"),
         ("hidden", settings.hidden % tp == 0, f"be a multiple of --tp ({tp})"),
         ("ffn_hidden", settings.ffn_hidden % etp == 0, f"be a multiple of --etp ({etp})"),
         ("tune_steps", has_auto or not settings.tune_steps, "come with --chains auto"),

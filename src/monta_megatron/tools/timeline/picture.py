@@ -20,8 +20,8 @@ WIDTH_INCHES, DPI = 8.3, 240
 POINTS, SMALL_POINTS = 8.5, 7.5
 # The average width of a small letter, and the room for names at the left of the bars.
 LETTER_INCHES, NAMES_INCHES = 0.065, 0.75
-LETTERS_OF_HEADLINE, LETTERS_OF_TITLE = 92, 105
-LANE_INCHES, BAR_HEIGHT = 0.21, 0.85
+LETTERS_OF_HEADLINE, LETTERS_OF_TITLE = 110, 105
+LANE_INCHES, BAR_HEIGHT, EDGED_INCHES = 0.21, 0.85, 0.02
 # Of a panel besides its lanes: title and axis; of the figure: headline and legend.
 PANEL_INCHES, FRAME_INCHES = 0.5, 1.0
 WHOLE_COLOUR = "#b8b8b8"
@@ -124,7 +124,7 @@ def draw(report: TimelineReport, path: Path) -> None:
         about = f"{where}; {ours.tracks[0].name} drawn", what
         lines = [line for text in about for line in textwrap.wrap(text, LETTERS_OF_TITLE)]
         headline = "\n".join(textwrap.wrap(report.headline, LETTERS_OF_HEADLINE))
-        figure.suptitle(headline, fontsize=POINTS + 2, weight="bold")
+        figure.suptitle(headline, fontsize=POINTS + 1, weight="bold")
         axes[0].set_title("\n".join([*lines, ""]), fontsize=POINTS)
         figure.legend(
             handles=[
@@ -194,8 +194,10 @@ def draw_bar(axis: Any, position: float, span: Span, colour: Any, us_per_inch: f
 
     corner = span.start_us, position - BAR_HEIGHT / 2
     length_us = span.end_us - span.start_us
+    # A white edge would cover a bar as thin as itself.
+    edge = "white" if length_us / us_per_inch > EDGED_INCHES else colour
     axis.add_artist(
-        Rectangle(corner, length_us, BAR_HEIGHT, facecolor=colour, edgecolor="white", linewidth=0.3)
+        Rectangle(corner, length_us, BAR_HEIGHT, facecolor=colour, edgecolor=edge, linewidth=0.3)
     )
     is_dark = np.dot(to_rgb(colour), LIGHTNESS) < 0.5
     # Of "alltoall between nodes", the lane says what the first word leaves out.
