@@ -5,12 +5,15 @@ imported, and handed on to the processes that tests start.
 """
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
 if TYPE_CHECKING:
     from commands import Monta
+    from forked_ranks import ForkedRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -20,3 +23,15 @@ def monta(capsys: pytest.CaptureFixture[str]) -> "Monta":
     from commands import Monta
 
     return Monta(capsys)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ForkedRanks]":
+    """Ranks that have imported the benchmark."""
+    from forked_ranks import ForkedRanks
+
+    cache = str(tmp_path_factory.mktemp("cache"))
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache}):
+        ranks = ForkedRanks("monta_megatron.tools.bench.point")
+    yield ranks
+    ranks.close()

@@ -124,19 +124,16 @@ def test_settings_have_defaults() -> None:
     assert parse_settings({**BASE, "chains": "alltoall,all"}, 4) == parse_settings(BASE, 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "torch_name", "value_bytes"),
-    [("fp32", "float32", 4), ("bf16", "bfloat16", 2), ("fp16", "float16", 2)],
-)
-def test_a_dtype_has_megatron_s_name_or_pytorch_s(
-    name: str, torch_name: str, value_bytes: int
-) -> None:
-    settings = [
-        parse_settings({**BASE, "hidden": "16", "dtype": dtype}, 4) for dtype in (name, torch_name)
-    ]
-    assert settings[0] == settings[1]
-    assert settings[0].dtype == torch_name
-    assert traffic.shape_of(settings[0], FLAT).value_bytes == value_bytes
+def test_a_dtype_has_megatron_s_name_or_pytorch_s() -> None:
+    for name, same, value_bytes in (
+        ("fp32", "float32", 4),
+        ("bf16", "bfloat16", 2),
+        ("fp16", "float16", 2),
+    ):
+        settings = parse_settings({**BASE, "dtype": name}, 4)
+        assert settings == parse_settings({**BASE, "dtype": same}, 4)
+        assert settings.dtype == same
+        assert traffic.shape_of(settings, FLAT).value_bytes == value_bytes
 
 
 def test_pipelines_with_experts_come_last() -> None:

@@ -1,68 +1,15 @@
-"""Comparison with stock on integers, without a launch."""
+"""The integers on which results are compared with stock's, without a launch."""
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
 from test_bench_numbers import BASE, SPLIT
 
 from monta_megatron.tools.bench import measure
-from monta_megatron.tools.bench.candidates import BenchCandidate, make_batch
+from monta_megatron.tools.bench.candidates import make_batch
 from monta_megatron.tools.bench.settings import parse_settings
 
-Results = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
-
-
-def lines_of(
-    monkeypatch: pytest.MonkeyPatch, requested: str, change: Callable[[Results], Results]
-) -> list[str]:
-    """Lines of a candidate whose results are stock's but for `change`."""
-
-    def run(candidate: BenchCandidate, experts: Any, backward: bool) -> Results:
-        results = {"rows at the experts": torch.ones(2, 4), "outputs": candidate.batch.hidden}
-        return results if candidate.requested == "alltoall" else change(results)
-
-    monkeypatch.setattr(measure, "run_candidate", run)
-    # Rank 1 sees no difference.
-    monkeypatch.setattr(measure, "gather_objects", lambda lines: [lines, [], lines])
-    choice = SimpleNamespace(chain=requested, num_chunks=4)
-    stock = BenchCandidate(
-        kind="megatron",
-        requested="alltoall",
-        dispatcher=SimpleNamespace(choice=choice),
-        batch=make_batch(parse_settings(BASE, 4), 0, CPU),
-    )
-    kind: Any = "megatron" if requested == "allgather" else "monta"
-    other = replace(stock, kind=kind, requested=requested)
-    return measure.differences_from_stock([stock, other], SPLIT)
-
-
-@pytest.mark.parametrize("factor", [1.0, 2.0, math.nan])
-def test_every_difference_is_a_line_with_its_ranks(
-    monkeypatch: pytest.MonkeyPatch, factor: float
-) -> None:
-    def change(results: Results) -> Results:
-        return {name: tensor * factor for name, tensor in results.items()}
-
-    lines = [
-        f"monta alltoall_dedup x4: {name} differ from stock's (rank 0, 2)"
-        for name in ("rows at the experts", "outputs")
-    ]
-    assert lines_of(monkeypatch, "alltoall_dedup", change) == (lines if factor != 1 else [])
-
-
-def test_stocks_allgather_may_have_other_rows_at_the_experts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def change(results: Results) -> Results:
-        return results | {"rows at the experts": torch.zeros(1)}
-
-    assert lines_of(monkeypatch, "allgather", change) == []
 
 
 def test_sums_of_the_check_are_exact_in_bf16() -> None:

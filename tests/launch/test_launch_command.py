@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parent / "golden"
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "runs" / "quickstart.yaml")
 MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")
-STOCK = ["--moe-token-dispatcher-type", "alltoall"]
+STOCK = "--moe-token-dispatcher-type alltoall"
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def words_of(run: Run) -> list[str]:
         ),
         # The script's own; stock's dispatcher without our options.
         (QUICKSTART, "--record elsewhere", {"record": None}, {}),
-        (QUICKSTART, " ".join(STOCK), {"moe-monta-chain": None, "moe-monta-cluster": None}, {}),
+        (QUICKSTART, STOCK, {"moe-monta-chain": None, "moe-monta-cluster": None}, {}),
     ],
 )
 def test_what_wins(
@@ -78,7 +78,7 @@ def test_what_wins(
 
 
 def test_stock_s_dispatcher_and_the_script_s_arguments() -> None:
-    run = ready(QUICKSTART, *STOCK, "--record", "elsewhere")
+    run = ready(QUICKSTART, *STOCK.split(), "--record", "elsewhere")
     assert run.config.script_arguments == {"record": "elsewhere"} and run.plan is None
     assert any("moe-monta-chain" in note and "left out" in note for note in run.notes)
 

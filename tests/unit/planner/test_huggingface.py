@@ -45,17 +45,14 @@ SIZES = {
 }
 
 
+SIZE_NAMES = (
+    *("num_layers", "num_moe_layers", "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("num_attention_heads", "moe_router_num_groups", "moe_router_group_topk"),
+)
+
+
 def sizes_of(model: Model) -> tuple[int | None, ...]:
-    return (
-        model.num_layers,
-        model.num_moe_layers,
-        model.num_experts,
-        model.moe_router_topk,
-        model.moe_ffn_hidden_size,
-        model.num_attention_heads,
-        model.moe_router_num_groups,
-        model.moe_router_group_topk,
-    )
+    return tuple(getattr(model, name) for name in SIZE_NAMES)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
