@@ -119,12 +119,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def paths(page: Path) -> list[str]:
-    """The source files that a page names in backticks, with a folder."""
-    text = page.read_text(encoding="utf-8")
-    return re.findall(r"`((?:[\w.]+/)+[\w.]+\.(?:py|sh|sbatch))`", text)
-
-
 def joined_lines(text: str) -> list[str]:
     """The lines of a piece of shell, each with those that a backslash continues it with."""
     return [" ".join(line.split()) for line in text.replace("\\\n", " ").splitlines() if line]

@@ -1,5 +1,6 @@
 """`monta launch` before anything starts: what wins over what, what it writes, and bad input."""
 
+import difflib
 import json
 import sys
 from pathlib import Path
@@ -22,7 +23,6 @@ GOLDEN = Path(__file__).parent / "golden"
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "runs" / "quickstart.yaml")
 MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")
-STOCK = "--moe-token-dispatcher-type alltoall"
 
 
 @pytest.fixture(autouse=True)
@@ -37,98 +37,69 @@ def ready(file: str, *words: str) -> Run:
     return prepare(file, words, None, dry_run=True)
 
 
+def without_paths(text: str) -> str:
+    names = {Path().absolute(): "FOLDER", CONFIGS.parent: "REPOSITORY", sys.executable: "PYTHON"}
+    for path, name in names.items():
+        text = text.replace(str(path), name)
+    return text
+
+
 def words_of(run: Run) -> list[str]:
     return [word for words in run.words for word in words]
 
 
-# What wins over what
+def described(run: Run) -> list[str]:
+    """run.sh, notes, and what is planned for."""
+    lines = [*run_script(run).splitlines(), *(f"note: {note}" for note in run.notes)]
+    if run.plan is not None:
+        shape, at = run.plan.shape, f"{run.plan.chain} in {run.plan.num_chunks} on"
+        lines.append(f"plan: {at} {run.plan.cluster}, nodes {shape.layout.nodes}")
+        lines.append(f"plan: {shape.tokens_per_rank} tokens of a rank")
+    return lines
 
 
-@pytest.mark.parametrize(
-    ("file", "words", "arguments", "layout"),
-    [
-        # Defaults, under the file, under the command line; None is left out.
-        (MIXTRAL, "", {"lr": 1e-4, "moe-token-dispatcher-type": "monta", "num-layers": 32}, {}),
-        (MIXTRAL, "--lr 3e-4 --mtp-num-layers=1", {"lr": "3e-4", "mtp-num-layers": "1"}, {}),
-        (MIXTRAL, "--log_throughput false", {"log-throughput": None}, {}),
-        (
-            MIXTRAL,
-            "--mock-data false --data-path 0.3 /data/a 0.7 /data/b",
-            {"mock-data": None, "data-path": ["0.3", "/data/a", "0.7", "/data/b"]},
-            {},
-        ),
-        # A parallel size changes the layout.
-        (
-            MIXTRAL,
-            "--pipeline-model-parallel-size 1 --expert-tensor-parallel-size=2",
-            {"expert-tensor-parallel-size": 2},
-            {"pp": 1, "etp": 2, "ep": 8},
-        ),
-        # The script's own; stock's dispatcher without our options.
-        (QUICKSTART, "--record elsewhere", {"record": None}, {}),
-        (QUICKSTART, STOCK, {"moe-monta-chain": None, "moe-monta-cluster": None}, {}),
-    ],
-)
-def test_what_wins(
-    file: str, words: str, arguments: dict[str, Any], layout: dict[str, int]
-) -> None:
-    run = ready(file, *words.split())
-    assert {name: run.arguments.get(name) for name in arguments} == arguments
-    assert {name: getattr(run.config.layout, name) for name in layout} == layout
+# Changes of a file, and words of a command line.
+CHANGES: list[tuple[str, dict[str, int], str]] = [
+    # Defaults are under the file, and that under the words.
+    (MIXTRAL, {}, "--lr 3e-4 --mtp-num-layers=1 --log_throughput false"),
+    (MIXTRAL, {}, "--mock-data false --data-path 0.3 /data/a 0.7 /data/b"),
+    # A parallel size changes the layout.
+    (MIXTRAL, {}, "--pipeline-model-parallel-size 1 --expert-tensor-parallel-size=2"),
+    (MIXTRAL, {}, "--pipeline-model-parallel-size 1 --expert-model-parallel-size 4"),
+    # The script's own; stock's dispatcher without our options.
+    (QUICKSTART, {}, "--record elsewhere --moe-token-dispatcher-type alltoall"),
+    (MIXTRAL, {}, "--seq-length 8192 --micro-batch-size 2"),
+    # EP 2 on nodes of 3: ranks 2-3 alone, in the middle, lie on two nodes.
+    (
+        MIXTRAL,
+        {"nodes": 2, "ranks_per_node": 3, "ep": 2},
+        "--moe-monta-ranks-per-node 3 --moe-monta-cluster emulated_2x4_500mbit",
+    ),
+    # Hosts of 4 ranks share the link of their rack, of which a job may use a part.
+    (
+        MIXTRAL,
+        {"nodes": 4, "ranks_per_node": 4, "ep": 8},
+        "--moe-monta-cluster gb200_nvl72",
+    ),
+    (MIXTRAL, {}, "--moe-monta-cluster gb200_nvl72"),
+]
 
 
-def test_stock_s_dispatcher_and_the_script_s_arguments() -> None:
-    run = ready(QUICKSTART, *STOCK.split(), "--record", "elsewhere")
-    assert run.config.script_arguments == {"record": "elsewhere"} and run.plan is None
-    assert any("moe-monta-chain" in note and "left out" in note for note in run.notes)
+def test_words_win_over_the_file(tmp_path: Path) -> None:
+    """Lines that they remove and add."""
+    text = ""
+    for file, layout, words in CHANGES:
+        before = described(ready(edited(tmp_path, file=file)))
+        changes = [("layout", layout)] if layout else []
+        after = described(ready(edited(tmp_path, *changes, file=file), *words.split()))
+        lines = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+        text += "\n".join([f"{Path(file).stem} {layout or ''} -- {words}", *lines, ""])
+    golden.check(GOLDEN / "words.txt", without_paths(text))
 
 
 def test_words_of_a_command_line() -> None:
     arguments = from_words(["--a", "-1", "2", "--b", "--c_d=x=y", "--e", "false"])
     assert arguments == {"a": ["-1", "2"], "b": True, "c-d": "x=y", "e": False}
-
-
-# The plan
-
-
-@pytest.mark.parametrize(
-    ("changes", "words", "expected"),
-    [
-        ([], "--seq-length 8192 --micro-batch-size 2", {"tokens_per_rank": 16384}),
-        # EP 2 on nodes of 3: ranks 2-3 alone, in the middle, lie on two nodes.
-        (
-            [("layout", {"nodes": 2, "ranks_per_node": 3, "ep": 2})],
-            "--moe-monta-ranks-per-node 3 --moe-monta-cluster emulated_2x4_500mbit",
-            {"nodes": (0, 1)},
-        ),
-        # Hosts of 4 ranks share the link of their rack.
-        (
-            [("layout", {"nodes": 4, "ranks_per_node": 4, "ep": 8})],
-            "--moe-monta-cluster gb200_nvl72",
-            {"cluster": "GB200 NVL72", "note": "72 ranks are taken to share a node link"},
-        ),
-        ([], "--moe-monta-cluster gb200_nvl72", {"cluster": "GB200 NVL72, 8 of 72 ranks per node"}),
-        ([], "", {"note": "of a rank's 80 GB for weights, gradients, optimizer and logits"}),
-        (
-            [],
-            "--pipeline-model-parallel-size 1 --expert-model-parallel-size 4",
-            {"note": "does not fit with 10% headroom"},
-        ),
-    ],
-)
-def test_planned_for(
-    changes: list[Any], words: str, expected: dict[str, Any], tmp_path: Path
-) -> None:
-    run = ready(edited(tmp_path, *changes, file=MIXTRAL), *words.split())
-    assert run.plan is not None
-    shape = run.plan.shape
-    found = {
-        "tokens_per_rank": shape.tokens_per_rank,
-        "nodes": shape.layout.nodes,
-        "cluster": run.plan.cluster,
-        "note": expected.get("note") if str(expected.get("note")) in "".join(run.notes) else None,
-    }
-    assert {name: found[name] for name in expected} == expected, run.notes
 
 
 # What is written
@@ -185,14 +156,8 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
     [(MIXTRAL, ["--moe-layer-freq", "([1]*32)"]), (QUICKSTART, ["--load", "false"])],
 )
 def test_run_script(file: str, words: list[str]) -> None:
-    text = run_script(ready(file, *words))
-    for path, name in (
-        (Path().absolute(), "FOLDER"),
-        (CONFIGS.parent, "REPOSITORY"),
-        (sys.executable, "PYTHON"),
-    ):
-        text = text.replace(str(path), name)
-    golden.check(GOLDEN / f"run_{Path(file).stem}.txt", text)
+    text = "\n".join([*described(ready(file, *words)), ""])
+    golden.check(GOLDEN / f"run_{Path(file).stem}.txt", without_paths(text))
 
 
 def test_a_job_that_is_not_requeued_is_said(monta: Monta) -> None:
@@ -244,7 +209,7 @@ def edited(
         if value is None:
             del inner[keys[-1]]
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(data))
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
     return str(path)
 
 
