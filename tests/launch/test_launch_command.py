@@ -12,11 +12,9 @@ import yaml
 from commands import Monta
 from published_configs import CONFIGS as PUBLISHED
 
-from monta_megatron.common import strict_yaml
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.arguments import from_words
 from monta_megatron.tools.launch.prepare import Run, checked, prepare
-from monta_megatron.tools.launch.run_config import RunConfig
 from monta_megatron.tools.launch.start import choose_start, run_script, start_command
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -228,19 +226,6 @@ BAD: list[tuple[Any, ...]] = [
     ("setup", "load"),
     ("slurm", "container", {}),
 ]
-
-
-def test_texts_stay_as_they_are_written(tmp_path: Path) -> None:
-    """Each would be a number to YAML 1.1: 630, 14400, 8."""
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "name: a\nlayout: {nodes: 1, ranks_per_node: 1}\nmegatron: {}\n"
-        "environment: {A: 10:30, B: 4:00:00, C: 010}\n"
-    )
-    config = strict_yaml.load(RunConfig, path)
-    assert config.environment == {"A": "10:30", "B": "4:00:00", "C": "010"}
-    path.write_text(strict_yaml.dump(config))
-    assert strict_yaml.load(RunConfig, path) == config
 
 
 def test_bad_run_files(tmp_path: Path, monta: Monta) -> None:

@@ -60,7 +60,7 @@ def test_without_a_unit_a_rate_is_of_a_network() -> None:
         (
             (100.0, 50.0),
             8,
-            r"network: 100 GB/s \(800 Gb/s\) for each rank, must be at most the 50 ",
+            r"100 GB/s \(800 Gb/s\) for each rank, must be at most the 50 ",
         ),
     ],
 )
