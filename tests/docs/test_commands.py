@@ -1,4 +1,4 @@
-"""Every command that README and docs show runs here, or stands in `KNOWN` with who runs it.
+"""Every command of `monta` that README and docs show parses, and runs where it can.
 
 The commands of a page run in order in one folder that looks like the repository, each once for
 all pages, and print what the page shows and quotes. `NOT_PRINTED` has blocks that none prints.
@@ -30,71 +30,20 @@ NOT_PRINTED = (
     " node 0, rank 0",
 )
 
-EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron\.cli)"
-# Pattern of the whole command -> whether it runs here, the test that runs it, or why none does.
-KNOWN: dict[str, bool | str] = {
-    r"monta plan --log .*": "tests/unit/planner/test_training_log.py",
-    r"monta (doctor|plan .*|timeline --model .*)": True,
-    r"python scripts/launch_budget\.py --(ep .*|host)": True,
-    r"monta timeline trace\.json": "tests/timeline/test_recorded.py",
-    r"monta place --(trace trace|apply \w+) .*": "tests/unit/place/test_place_command.py",
-    r"monta launch .* --dry-run": "tests/launch/test_run_configs.py",
-    r"monta launch --config configs/runs/quickstart\.yaml": "tests/launch/test_start.py",
-    r"monta compare --config (configs/runs/quickstart|run)\.yaml": "tests/launch/test_compare.py",
-    rf"{EMULATE} calibrate .*": "tests/calibration/test_calibrate_command.py",
-    rf"{EMULATE} bench .*": "tests/benchmark/test_bench_command.py",
-    r"monta emulate .* -- benchmarks/ablation\.py .*": "tests/benchmark/test_ablation.py",
-    r"(monta emulate .* -- |python )benchmarks/sweep\.py .*": "tests/benchmark/test_sweep.py",
-    r"(job=\$\()?sbatch .*": "tests/slurm/test_slurm.py",
-    r"scripts/quickstart\.sh": "tests/megatron/test_quickstart.py",
-    r"python3 -m venv \.venv-plan && .*|pip install --no-deps \. numpy pyyaml": (
-        "tests/unit/test_distribution.py"
-    ),
-    r"scripts/megatron_suite\.py --checkout .*": "tests/dist/test_megatron_suite.py",
-    r"scripts/property_tests\.py .*": "tests/dist/test_dispatcher_properties.py",
-    r"(nsys profile .* )?torchrun \.\.\. pretrain_gpt\.py \.\.\. --profile .*": (
-        "needs GPUs; tests/timeline/test_recorded.py shows the ranges"
-    ),
-    r"torchrun \.\.\. pretrain_gpt\.py .*": "tests/megatron/test_pretrain_gpt.py",
-    r"torchrun --nnodes 2 .*": "needs two machines",
-    r"monta launch .* (--start sbatch|--data-path) .*": "needs nodes with GPUs",
-    r"scripts/quickstart\.sh --pairs \d+": "a measurement of minutes, on a quiet machine",
-    r"MONTA_CPU_RANKS=1 .* scripts/quickstart/experts_pipelined\.py .*": "a measurement of minutes",
-    r"(RATES=\S.* )?scripts/benchmark_sweep\.sh .*": "a measurement of hours",
-    r"bash src/monta_megatron/tools/launch/start\.sh .*": "tests/launch/test_on_slurm.py",
-    r"(docker|apptainer) build .*|(docker run|apptainer exec) .* monta doctor": "needs containers",
-    r"MONTA_PROJECT_URL=\S+ python -m build": "only a release has a URL",
-    r"pip install .*|source \.venv/bin/activate|pre-commit install": "the tests run in it",
-    r"(\w+=\S+ )*scripts/test\.sh.*|\.ci/run": "it runs this test",
-}
-
-
-def known(command: str) -> str | None:
-    """The first pattern that describes a command."""
-    return next((pattern for pattern in KNOWN if re.fullmatch(pattern, command)), None)
-
-
-ALL = [(page, command) for page in PAGES for command in commands(page)]
+# Those that take seconds and need nothing; tests of their own run the others.
+RUNS_HERE = re.compile(
+    r"monta (doctor|plan (?!--log).*|timeline --model .*)"
+    r"|python scripts/launch_budget\.py --(ep .*|host)"
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_command_is_known(page: Path) -> None:
+def test_every_command_parses(page: Path) -> None:
     for command in commands(page):
-        pattern = known(command)
-        assert pattern is not None, f"{command}: say in KNOWN how it is run"
-        how = KNOWN[pattern]
-        assert how is True or not str(how).startswith("tests/") or (REPOSITORY / str(how)).is_file()
         script = re.match(r"(?:\w+=\S+ )*((?:scripts|\.ci)/\S+)", command)
         assert script is None or os.access(REPOSITORY / script[1], os.X_OK)
         if command.startswith("monta ") or "monta_megatron.cli " in command:
             check_arguments(command)
-
-
-def test_every_entry_is_of_use() -> None:
-    assert set(KNOWN) == {known(command) for _, command in ALL}
-
-
-OF_MEGATRON = sorted({command for _, command in ALL if "pretrain_gpt.py ..." in command})
 
 
 def test_flags_of_a_training_are_megatrons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +51,12 @@ def test_flags_of_a_training_are_megatrons(tmp_path: Path, monkeypatch: pytest.M
     preset = REPOSITORY / "configs" / "clusters" / "h100_8x_ndr.yaml"
     (tmp_path / "cluster.yaml").write_bytes(preset.read_bytes())
     monkeypatch.chdir(tmp_path)
-    for command in OF_MEGATRON:
-        _, _, flags = command.partition("pretrain_gpt.py ...")
+    all_flags = {
+        command.partition("pretrain_gpt.py ...")[2] for page in PAGES for command in commands(page)
+    }
+    for flags in sorted(all_flags - {""}):
         answer = megatron_arguments.check(["--num-experts", "8", *flags.split()])
-        assert answer.megatron is not None and answer.problem is None, command
+        assert answer.megatron is not None and answer.problem is None, flags
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runs_here(command: str | None) -> bool:
-    return command is not None and KNOWN.get(known(command) or "") is True
+    return command is not None and RUNS_HERE.fullmatch(command) is not None
 
 
 RUN_HERE = [page for page in PAGES if shown(page) or any(map(runs_here, commands(page)))]

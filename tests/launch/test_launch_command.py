@@ -42,10 +42,6 @@ def without_paths(text: str) -> str:
     return text
 
 
-def words_of(run: Run) -> list[str]:
-    return [word for words in run.words for word in words]
-
-
 def described(run: Run) -> list[str]:
     """run.sh, notes, and what is planned for."""
     lines = [*run_script(run).splitlines(), *(f"note: {note}" for note in run.notes)]
@@ -127,7 +123,7 @@ def test_run_directory_explains_itself(tmp_path: Path, monkeypatch: pytest.Monke
     again = prepare(str(run.directory / "config.yaml"), [], tmp_path / "again", dry_run=True)
     cluster = run.directory / "cluster.yaml"
     assert cluster.read_bytes() == (CONFIGS / "clusters/emulated_2x4_500mbit.yaml").read_bytes()
-    assert str(cluster) in words_of(run)
+    assert str(cluster) in [word for words in run.words for word in words]
     assert (again.config.model, again.config.cluster) == (None, str(cluster))
     assert again.arguments == {**run.arguments, "moe-monta-cluster": str(cluster)}
     assert again.config.layout == run.config.layout and again.plan == run.plan

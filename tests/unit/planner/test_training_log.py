@@ -1,7 +1,6 @@
 """`monta plan --log`: logs of every kind are read, and the share of the exchange is said."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,25 +53,24 @@ def test_nodes_are_those_of_the_run(tmp_path: Path, monta: Monta) -> None:
     assert planned["shape"]["layout"]["nodes"] == [rank // 4 for rank in range(16)]
 
 
-LABELS: dict[str, Callable[[str], str]] = {
-    "srun": lambda line: f"12: {line}",
-    "torchrun": lambda line: f"[default0]:{line}",
-    "mpirun": lambda line: f"[1,0]<stdout>:{line}",
-    "kubernetes": lambda line: f"2026-01-01T10:00:00.123456789Z stdout F {line}",
-    "ray": lambda line: (
-        f"\x1b[36m(MegatronActor pid=12, ip=10.0.0.1)\x1b[0m {line} [repeated 3x across cluster]"
-    ),
-    "clock": lambda line: f"2026-01-01 10:00:00,123 [rank0] {line}",
-    "colours": lambda line: f"\x1b[32m{line}\x1b[0m",
-    "windows": lambda line: f"{line}\r",
+LABELS = {
+    "srun": "12: {}",
+    "torchrun": "[default0]:{}",
+    "mpirun": "[1,0]<stdout>:{}",
+    "kubernetes": "2026-01-01T10:00:00.123456789Z stdout F {}",
+    "ray": "\x1b[36m(MegatronActor pid=12, ip=10.0.0.1)\x1b[0m {} [repeated 3x across cluster]",
+    "clock": "2026-01-01 10:00:00,123 [rank0] {}",
+    "colours": "\x1b[32m{}\x1b[0m",
+    "windows": "{}\r",
 }
 
 
-@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("label", LABELS.values(), ids=LABELS)
 def test_labels_in_front_of_lines(tmp_path: Path, label: str) -> None:
-    plain = read(tmp_path, training_log(ON_16, 9000.0))
-    lines = training_log(ON_16, 9000.0).splitlines()
-    labelled = read(tmp_path, "\n".join(map(LABELS[label], lines)))
+    text = training_log(ON_16, 9000.0)
+    plain, labelled = (
+        read(tmp_path, each) for each in (text, "\n".join(map(label.format, text.splitlines())))
+    )
     assert labelled.times_ms == plain.times_ms
     assert labelled.arguments == plain.arguments
 
@@ -110,8 +108,8 @@ def test_configurations_of_bridge(tmp_path: Path, monta: Monta, label: str, prin
     request = log.request(PlanRequest(model="", cluster="", world_size=16))
     assert (request.tp, request.ep, request.global_batch_size) == (1, 16, 64)
     assert log.iteration_ms == 4.0
-    _, printed, _ = monta("plan", "--log", path, *CLUSTER, "--world-size", "16")
-    assert "4 ms by flex, whose exchange has no price" in " ".join(printed.split())
+    _, planned, _ = monta("plan", "--log", path, *CLUSTER, "--world-size", "16")
+    assert "4 ms by flex, whose exchange has no price" in " ".join(planned.split())
 
 
 def test_restarts_and_cut_lines(tmp_path: Path) -> None:
