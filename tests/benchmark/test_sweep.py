@@ -133,12 +133,12 @@ def test_without_predictions_there_is_nothing_to_regret() -> None:
 
 def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    path.write_text('{"rows": []}\n')
-    with pytest.raises(ValueError, match=r"out.jsonl: line 1 is no report of monta bench"):
-        Results.open(path)
-    path.write_text("nothing\n")
-    with pytest.raises(ValueError, match=r"out.jsonl: must hold one JSON document per line"):
-        Results.open(path)
+    for text, rule in (
+        ('{"rows": []}', "line 1 is no report of monta bench"),
+        ("nothing", "must hold one JSON document per line"),
+    ):
+        path.write_text(f"{text}\n")
+        assert f"out.jsonl: {rule}" in golden.refusal(Results.open, path)
 
 
 def test_results_hold_a_point_of_the_same_settings_and_cluster(tmp_path: Path) -> None:

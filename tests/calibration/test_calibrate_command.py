@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Monta
@@ -69,38 +70,32 @@ def test_a_rank_that_dies_ends_all_and_leaves_no_file(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
 
 
-def curve_of(operation: str, resource: str, ranks: int) -> Curve:
-    return Curve(
-        operation=operation,  # type: ignore[arg-type]
-        resource=resource,  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("operation", "resource", "ranks", "rates"),
+    [
+        # A rank of 2 x 4 sends half of its 8 parts over the network: 4 MB of 8, in 1 ms.
+        ("alltoall", "inter", 8, ((8, "8.00", "7.00"), (32, "10.00", "8.75"))),
+        # Of 5 ranks of a node it sends 4 parts of 5.
+        ("allgather", "intra", 5, ((5, "5.00", "4.00"), (20, "6.25", "5.00"))),
+        # In memory nothing is shared.
+        ("copy", "memory", 1, ((4, "4.00", None), (16, "5.00", None))),
+    ],
+)
+def test_sizes_and_rates_as_nccl_tests_counts_them(
+    operation: Any, resource: Any, ranks: int, rates: Any
+) -> None:
+    """In MB, algbw and busbw."""
+    curve = Curve(
+        operation=operation,
+        resource=resource,
         group_size=ranks,
         sizes_bytes=(4_000_000, 16_000_000),
         times_us=(1000.0, 3200.0),
     )
-
-
-@pytest.mark.parametrize(
-    ("curve", "rows"),
-    [
-        # A rank of 2 x 4 sends half of its 8 parts over the network: 4 MB of 8, in 1 ms.
-        (
-            curve_of("alltoall", "inter", 8),
-            [(8_000_000, "1000.0", "8.00", "7.00"), (32_000_000, "3200.0", "10.00", "8.75")],
-        ),
-        # Of 5 ranks of a node it sends 4 parts of 5.
-        (
-            curve_of("allgather", "intra", 5),
-            [(5_000_000, "1000.0", "5.00", "4.00"), (20_000_000, "3200.0", "6.25", "5.00")],
-        ),
-        # In memory nothing is shared.
-        (
-            curve_of("copy", "memory", 1),
-            [(4_000_000, "1000.0", "4.00", None), (16_000_000, "3200.0", "5.00", None)],
-        ),
-    ],
-)
-def test_sizes_and_rates_as_nccl_tests_counts_them(curve: Curve, rows: list[object]) -> None:
-    assert nccl_rows(curve, num_nodes=2) == rows
+    assert nccl_rows(curve, num_nodes=2) == [
+        (1_000_000 * size, us, *rate)
+        for (size, *rate), us in zip(rates, ("1000.0", "3200.0"), strict=True)
+    ]
 
 
 def test_communicators_are_printed_with_their_ctas() -> None:

@@ -22,12 +22,8 @@ def test_the_numbers() -> None:
         "per iteration"
     )
     assert FASTER.document()["saved_s_per_iteration"] is None
-
-
-def test_plain_alltoall_gains_nothing() -> None:
     plain = replace(ON_STAGE, chain="alltoall", chosen_us=97.0, alltoall_us=97.0)
-    assert (plain.ratio, plain.saved_us) == (1.0, 0.0)
-    assert plain.document()["saved_s_per_iteration"] == 0.0
+    assert (plain.ratio, plain.document()["saved_s_per_iteration"]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -47,21 +43,10 @@ def test_the_share_of_an_iteration(ran: str, ran_ms: float | None, saved_ms: flo
         share_of(9_000.0, ran, ran_us, FASTER)
 
 
-@pytest.mark.parametrize(
-    ("time_us", "text"),
-    [
-        (0.0, "0 us"),
-        (3.456, "3.46 us"),
-        (999.4, "999 us"),
-        (999.5, "1 ms"),
-        (99_600.0, "100 ms"),
-        (999_499.0, "999 ms"),
-        (10_840_000.0, "10.8 s"),
-        (1.234e9, "1,234 s"),
-    ],
-)
-def test_times_have_three_digits(time_us: float, text: str) -> None:
-    assert time_text(time_us) == text
+def test_times_have_three_digits() -> None:
+    times_us = [0.0, 3.456, 999.4, 999.5, 99_600.0, 999_499.0, 10_840_000.0, 1.234e9]
+    texts = ["0 us", "3.46 us", "999 us", "1 ms", "100 ms", "999 ms", "10.8 s", "1,234 s"]
+    assert list(map(time_text, times_us)) == texts
 
 
 def test_times_of_one_line_have_one_unit() -> None:
