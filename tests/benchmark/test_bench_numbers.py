@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,40 +34,35 @@ def routing_map(*tokens: tuple[int, ...]) -> np.ndarray:
     return chosen
 
 
-def test_stock_alltoall_bytes() -> None:
-    # One permuted token stays, one goes to rank 1, three to rank 2 on node 1: 36 bytes each.
-    chosen = routing_map((0, 2, 4), (4, 5))
-    forward = traffic.stock_alltoall(FLAT, chosen, HIDDEN, DTYPE_BYTES, False)
-    assert forward == (108, 36)
-    both = traffic.stock_alltoall(FLAT, chosen, HIDDEN, DTYPE_BYTES, True)
-    assert both == (216, 72)
+TOKENS = routing_map((0, 2, 4), (4, 5))
 
 
-def test_stock_alltoall_bytes_with_expert_tensor_parallelism() -> None:
-    # One permuted token stays with rank 0, one goes to rank 2: 36 bytes. Each then goes to its
-    # expert's other part (16 + 4) and is summed from there in fp32 (16): 36 bytes inside each node.
-    chosen = routing_map((0, 4))
-    moved = traffic.stock_alltoall(SPLIT, chosen, HIDDEN, DTYPE_BYTES, False)
-    assert moved == (36, 72)
-    # In bf16 a row has 8 bytes, but the sum over the parts stays in fp32: 2 * 8 + 4 between nodes,
-    # 8 + 4 + 16 inside, twice.
-    moved = traffic.stock_alltoall(SPLIT, chosen, HIDDEN, 2, False)
-    assert moved == (20, 56)
-
-
-def test_stock_allgather_bytes() -> None:
-    # Two tokens to each of three peers: 16 + 16 bytes of row, 8 probabilities, 8 bytes of map.
-    chosen = routing_map((0, 2, 4), (4, 5))
-    forward = traffic.stock_allgather(FLAT, chosen, HIDDEN, DTYPE_BYTES, False)
-    assert forward == (2 * 144, 144)
-    # The map does not come back.
-    both = traffic.stock_allgather(FLAT, chosen, HIDDEN, DTYPE_BYTES, True)
-    assert both == (2 * 272, 272)
+@pytest.mark.parametrize(
+    ("count", "layout", "chosen", "value_bytes", "forward", "both"),
+    [
+        # One permuted token stays, one goes to rank 1, three to rank 2 on node 1: 36 bytes each.
+        (traffic.stock_alltoall, FLAT, TOKENS, 4, (108, 36), (216, 72)),
+        # One permuted token stays with rank 0, one goes to rank 2: 36 bytes. Each then goes to its
+        # expert's other part (16 + 4) and is summed from there in fp32 (16): 36 bytes in each node.
+        (traffic.stock_alltoall, SPLIT, routing_map((0, 4)), 4, (36, 72), None),
+        # In bf16 a row has 8 bytes, but the sum over the parts stays in fp32: 2 * 8 + 4 between
+        # nodes, 8 + 4 + 16 inside, twice.
+        (traffic.stock_alltoall, SPLIT, routing_map((0, 4)), 2, (20, 56), None),
+        # Two tokens to each of three peers: 16 + 16 bytes of row, 8 probabilities, 8 bytes of map,
+        # which does not come back.
+        (traffic.stock_allgather, FLAT, TOKENS, 4, (2 * 144, 144), (2 * 272, 272)),
+    ],
+)
+def test_bytes_of_stock(
+    count: Any, layout: Layout, chosen: np.ndarray, value_bytes: int, forward: Any, both: Any
+) -> None:
+    assert count(layout, chosen, HIDDEN, value_bytes, False) == forward
+    assert both is None or count(layout, chosen, HIDDEN, value_bytes, True) == both
 
 
 def test_rows_that_cross_once_per_token_and_node() -> None:
     # Both tokens have experts on node 1, one of them two: each crosses once.
-    chosen = routing_map((0, 2, 4), (4, 5))
+    chosen = TOKENS
     assert traffic.rows_that_cross(FLAT, chosen, 2).tolist() == [[0, 2], [0, 0]]
     there = dataclasses.replace(FLAT, rank=3)
     assert traffic.rows_that_cross(there, chosen, 2).tolist() == [[0, 0], [1, 0]]

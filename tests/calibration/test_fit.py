@@ -115,18 +115,10 @@ def test_the_second_of_a_pair_ends_long_before_or_after(us_per_byte: float) -> N
     assert len(choose_pairs({point: times_us[point] for point in fewest})) == len(pairs)
 
 
-@pytest.mark.parametrize(
-    ("both_us", "excess"),
-    [
-        (3000, 0.0),  # the shorter one hides behind the longer one
-        (4000, 0.5),
-        (5000, 1.0),  # one after the other
-        (2900, 0.0),  # noise
-        (9000, 1.0),  # noise
-    ],
-)
-def test_excess_of_two_together(both_us: float, excess: float) -> None:
-    assert excess_of(2000, 3000, both_us) == excess_of(3000, 2000, both_us) == excess
+def test_excess_of_two_together() -> None:
+    """Hidden, half hidden, one after the other; less and more than these are noise."""
+    for both_us, excess in ((3000, 0.0), (4000, 0.5), (5000, 1.0), (2900, 0.0), (9000, 1.0)):
+        assert excess_of(2000, 3000, both_us) == excess_of(3000, 2000, both_us) == excess
 
 
 @pytest.mark.parametrize("first", [1.0, 1.1, 1.5, 1.9, 2.0])

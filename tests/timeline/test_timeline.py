@@ -146,22 +146,6 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_trace_is_read_as_it_was_written(path: Path) -> None:
-    trace = Trace.load(path)
-    assert (trace.title, trace.about) == ("recorded: here", {"clock": "this"})
-    names = [row.name for row in trace.timelines]
-    assert names == [STOCK, "hierarchical_alltoall in 4 chunks", "alltoall_dedup in 1 chunk"]
-    # Its times begin at 0; ends are cut by a nanosecond, for Perfetto.
-    first = trace.timelines[0].tracks[1]
-    assert first.name == "rank 1"
-    assert first.passes["dispatch"] == pytest.approx((0, 30), abs=0.01)
-    assert [each[:5] for each in first.spans] == [
-        ("dispatch", "stage", 0, 0, "inter"),
-        ("dispatch", "stage", 0, 0, "memory"),
-    ]
-    assert first.spans[1][5:] == pytest.approx((20, 30), abs=0.01)
-
-
 def test_a_trace_has_a_process_per_rank_and_a_thread_per_resource(path: Path) -> None:
     slices: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     names: dict[tuple[str, int, int], Any] = {}

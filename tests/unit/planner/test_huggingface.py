@@ -15,7 +15,6 @@ from published_configs import (
     OF_THE_CLASS,
 )
 
-from monta_megatron.common import files
 from monta_megatron.planner.models.config_json import model_of_config
 from monta_megatron.planner.models.files import load_arguments, load_model
 from monta_megatron.planner.models.model import Model
@@ -185,11 +184,3 @@ def test_a_file_and_its_folder_are_the_same(tmp_path: Path) -> None:
     assert load_model(path).num_experts == load_model(tmp_path).num_experts == 8
     with pytest.raises(ValueError, match=r"cannot be read: is a folder without config.json$"):
         load_model(tmp_path.parent)
-
-
-def test_a_bad_document_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"a": 1,}')
-    with pytest.raises(ValueError, match=r"config.json: is no JSON in line 1: ") as error:
-        files.read(path)
-    assert "\n" not in str(error.value)

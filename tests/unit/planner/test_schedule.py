@@ -68,10 +68,6 @@ def simulate(stages: Sequence[Stage], factor: Factor, copies_block_host: bool = 
     )
 
 
-def works_of(stages: Sequence[Stage]) -> list[Work]:
-    return [stage.work for stage in stages]
-
-
 def lower_bound_us(works: Sequence[Work]) -> float:
     """A time that no schedule beats: the busiest resource, whose operations share it, the host."""
     busy_us = {
@@ -231,8 +227,9 @@ def test_between_the_busiest_resource_and_one_after_the_other(copies_block_host:
         stages = random_works(draw, launches=case % 2 == 0)
         factor = random_factor(draw)
         total_us = simulate(stages, factor, copies_block_host).total_us
-        assert total_us >= lower_bound_us(works_of(stages)) * (1 - 1e-9)
-        assert total_us <= sum(work.alone_us for work in works_of(stages)) * (1 + 1e-9)
+        works = [stage.work for stage in stages]
+        assert total_us >= lower_bound_us(works) * (1 - 1e-9)
+        assert total_us <= sum(work.alone_us for work in works) * (1 + 1e-9)
 
 
 def test_nothing_to_do() -> None:
