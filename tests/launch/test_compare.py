@@ -1,6 +1,5 @@
 """`monta compare` with trainings on CPU ranks, and one that fails."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,20 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
+from commands import needs_training
 from interrupts import interrupt, started, wait_for
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 COMPARE = [sys.executable, "-m", "monta_megatron.cli", "compare", "--config", "run.yaml"]
 LIMIT_S = 280
 
-pytestmark = [
-    pytest.mark.timeout(LIMIT_S + 20),
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None
-        or importlib.util.find_spec("megatron.training") is None,
-        reason="needs megatron.training: pip install 'megatron-core[training]>=0.19'",
-    ),
-]
+pytestmark = [pytest.mark.timeout(LIMIT_S + 20), needs_training]
 
 FAILING = """
 import sys

@@ -30,9 +30,6 @@ def test_a_log_is_read_by_iteration() -> None:
     assert log.losses[1] == 5.5 and 2 not in log.losses and math.isnan(log.losses[3])
     assert (log.last_iteration, log.peak_memory_bytes) == (3, 3 * 2**20)
     assert log.chain == "alltoall in 1 chunk"
-
-
-def test_a_log_without_anything() -> None:
     log = read_log("Traceback\n")
     assert (log.times_ms, log.losses, log.last_iteration) == ({}, {}, None)
     assert (log.peak_memory_bytes, log.chain) == (None, None)

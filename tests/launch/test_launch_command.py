@@ -96,9 +96,6 @@ def test_words_of_a_command_line() -> None:
     assert arguments == {"a": ["-1", "2"], "b": True, "c-d": "x=y", "e": False}
 
 
-# What is written
-
-
 def test_run_directory_explains_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEXT", "/data/text")
     changes = (
@@ -183,9 +180,6 @@ def test_without_a_parser_a_note_says_so(tmp_path: Path) -> None:
     (note,) = (note for note in run.notes if "not checked" in note)
     assert "Megatron-Core 0.16.1 has no megatron.training" in note
     assert run.megatron is None
-
-
-# Bad input
 
 
 def edited(

@@ -1,6 +1,5 @@
 """`monta launch` for real: a training on CPU ranks, a misspelt argument, Ctrl-C."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import needs_training
 from interrupts import interrupt, started, wait_for
 
 from monta_megatron.tools.launch.log import read_log
@@ -21,12 +21,6 @@ CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 LAUNCH = [sys.executable, "-m", "monta_megatron.cli", "launch"]
 LIMIT_S = 280
 
-needs_megatron = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None
-    or importlib.util.find_spec("megatron.training") is None,
-    reason="needs megatron.training: pip install 'megatron-core[training]>=0.19'",
-)
-
 
 def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -34,7 +28,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@needs_megatron
+@needs_training
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
     result = launch(tmp_path, "--config", str(CONFIG), "--json", "--", "--train-iters", "4")
@@ -61,7 +55,7 @@ def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
     assert versions["versions"]["megatron-core"]
 
 
-@needs_megatron
+@needs_training
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_what_megatron_refuses_starts_nothing_unless_forced(tmp_path: Path) -> None:
     words = ["--config", str(CONFIG), "--dry-run"]
@@ -86,7 +80,7 @@ time.sleep(100)
 """
 
 
-@needs_megatron
+@needs_training
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_the_last_line_says_why_a_run_failed(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAILING)

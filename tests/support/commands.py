@@ -1,11 +1,17 @@
-"""Commands that run in the process of a test."""
+"""Commands that run in the process of a test, and what others need."""
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from monta_megatron.cli import main
+
+needs_training = pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("megatron.training") is None,
+    reason="needs megatron.training: pip install 'megatron-core[training]>=0.19'",
+)
 
 
 class Monta:

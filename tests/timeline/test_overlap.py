@@ -1,18 +1,16 @@
 """The chain of MoNTA on two emulated nodes: its AllGather runs under its AllToAll."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from namespaces import skip_without_namespaces
 
-from monta_megatron.emulation import emulator
 from monta_megatron.tools.timeline.report import overlap_of
 from monta_megatron.tools.trace import Timeline, Trace
 
 LIMIT_S = 240
-NAMESPACES = Path("/run/netns")
 # At 200 Mbit/s the AllToAll of a pass takes 160 ms; an AllGather takes 10, through memory.
 COMMAND = (
     "emulate --nodes 2 --ranks-per-node 2 --inter-mbit 200 -- -m monta_megatron.cli bench "
@@ -36,12 +34,7 @@ def hidden_share(timeline: Timeline) -> float | None:
 
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_the_allgather_runs_under_the_alltoall(tmp_path: Path) -> None:
-    try:
-        emulator.unshare_command()
-    except ValueError as error:
-        pytest.skip(f"monta emulate: {error}")
-    if os.geteuid() != 0 and not NAMESPACES.exists():
-        pytest.skip(f"monta emulate: {NAMESPACES} has to exist for who is not root")
+    skip_without_namespaces()
     path = tmp_path / "trace.json"
     command = [sys.executable, "-m", "monta_megatron.cli", *COMMAND.split(), str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
