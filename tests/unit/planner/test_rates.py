@@ -41,9 +41,9 @@ def test_bits_and_bytes(text: str, gbytes_per_s: float) -> None:
     assert Rate.from_text(str(rate)) == rate
 
 
-@pytest.mark.parametrize("gbytes_per_s", [47.0, 0.03548355340483933, 1e-7, 1 / 3, 3350.0, 1e20])
-def test_a_rate_is_written_as_it_is_read(gbytes_per_s: float) -> None:
-    assert Rate.from_text(str(Rate(gbytes_per_s))) == Rate(gbytes_per_s)
+def test_a_rate_is_written_as_it_is_read() -> None:
+    for gbytes_per_s in (47.0, 0.03548355340483933, 1e-7, 1 / 3, 3350.0, 1e20):
+        assert Rate.from_text(str(Rate(gbytes_per_s))) == Rate(gbytes_per_s)
 
 
 def test_without_a_unit_a_rate_is_of_a_network() -> None:
