@@ -1,8 +1,37 @@
-"""One thread for torch in every test; several would wait for each other where cores are few.
+"""One thread for torch in every test, and commands that run in the process of a test.
 
-Set before torch is imported, and handed on to the processes that tests start.
+Several threads would wait for each other where cores are few; their number is set before torch is
+imported, and handed on to the processes that tests start.
 """
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import pytest
+
+if TYPE_CHECKING:
+    from commands import Monta
+    from forked_ranks import ForkedRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def monta(capsys: pytest.CaptureFixture[str]) -> "Monta":
+    from commands import Monta
+
+    return Monta(capsys)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ForkedRanks]":
+    """Ranks that have imported the benchmark."""
+    from forked_ranks import ForkedRanks
+
+    cache = str(tmp_path_factory.mktemp("cache"))
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache}):
+        ranks = ForkedRanks("monta_megatron.tools.bench.point")
+    yield ranks
+    ranks.close()

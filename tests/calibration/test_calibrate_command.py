@@ -5,14 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
+from commands import Monta
+from interrupts import marked, started, wait_for
 
 from monta_megatron.calibration.command import Calibration, nccl_rows
-from monta_megatron.cli import main
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import Curve
@@ -60,68 +61,41 @@ def test_a_calibration_writes_the_file_that_a_plan_reads(tmp_path: Path) -> None
 
 
 def test_a_rank_that_dies_ends_all_and_leaves_no_file(tmp_path: Path) -> None:
-    with (
-        (tmp_path / "stderr").open("w") as stderr,
-        subprocess.Popen(
-            command_of(tmp_path / "cluster.yaml", 1000),
-            env={**ENVIRON, "TEST_MARK": str(tmp_path)},
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-        ) as process,
-    ):
-        deadline = time.monotonic() + LIMIT_S
-        while "more runs" not in (tmp_path / "stderr").read_text():
-            assert process.poll() is None and time.monotonic() < deadline, "it did not get there"
-            time.sleep(0.05)
-        os.kill(rank_of(str(tmp_path), 3), signal.SIGKILL)
+    stderr = tmp_path / "stderr"
+    words = command_of(tmp_path / "cluster.yaml", 1000)
+    with started(words[1:], tmp_path, MONTA_CPU_RANKS="1") as (process, mark):
+        wait_for(process, lambda: "more runs" in stderr.read_text(), stderr)
+        os.kill(min(marked(mark, RANK="3")), signal.SIGKILL)
         assert process.wait(timeout=LIMIT_S) != 0
-    assert [path.name for path in tmp_path.iterdir()] == ["stderr"]
+    assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
 
 
-def rank_of(mark: str, rank: int) -> int:
-    """The process of a rank."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            variables = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if {f"TEST_MARK={mark}".encode(), f"RANK={rank}".encode()} <= set(variables):
-            return int(path.parent.name)
-    raise AssertionError(f"no rank {rank}")
-
-
-def curve_of(operation: str, resource: str, ranks: int) -> Curve:
-    return Curve(
-        operation=operation,  # type: ignore[arg-type]
-        resource=resource,  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("operation", "resource", "ranks", "rates"),
+    [
+        # A rank of 2 x 4 sends half of its 8 parts over the network: 4 MB of 8, in 1 ms.
+        ("alltoall", "inter", 8, ((8, "8.00", "7.00"), (32, "10.00", "8.75"))),
+        # Of 5 ranks of a node it sends 4 parts of 5.
+        ("allgather", "intra", 5, ((5, "5.00", "4.00"), (20, "6.25", "5.00"))),
+        # In memory nothing is shared.
+        ("copy", "memory", 1, ((4, "4.00", None), (16, "5.00", None))),
+    ],
+)
+def test_sizes_and_rates_as_nccl_tests_counts_them(
+    operation: Any, resource: Any, ranks: int, rates: Any
+) -> None:
+    """In MB, algbw and busbw."""
+    curve = Curve(
+        operation=operation,
+        resource=resource,
         group_size=ranks,
         sizes_bytes=(4_000_000, 16_000_000),
         times_us=(1000.0, 3200.0),
     )
-
-
-@pytest.mark.parametrize(
-    ("curve", "rows"),
-    [
-        # A rank of 2 x 4 sends half of its 8 parts over the network: 4 MB of 8, in 1 ms.
-        (
-            curve_of("alltoall", "inter", 8),
-            [(8_000_000, "1000.0", "8.00", "7.00"), (32_000_000, "3200.0", "10.00", "8.75")],
-        ),
-        # Of 5 ranks of a node it sends 4 parts of 5.
-        (
-            curve_of("allgather", "intra", 5),
-            [(5_000_000, "1000.0", "5.00", "4.00"), (20_000_000, "3200.0", "6.25", "5.00")],
-        ),
-        # In memory nothing is shared.
-        (
-            curve_of("copy", "memory", 1),
-            [(4_000_000, "1000.0", "4.00", None), (16_000_000, "3200.0", "5.00", None)],
-        ),
-    ],
-)
-def test_sizes_and_rates_as_nccl_tests_counts_them(curve: Curve, rows: list[object]) -> None:
-    assert nccl_rows(curve, num_nodes=2) == rows
+    assert nccl_rows(curve, num_nodes=2) == [
+        (1_000_000 * size, us, *rate)
+        for (size, *rate), us in zip(rates, ("1000.0", "3200.0"), strict=True)
+    ]
 
 
 def test_communicators_are_printed_with_their_ctas() -> None:
@@ -134,11 +108,10 @@ def test_communicators_are_printed_with_their_ctas() -> None:
 
 
 def test_outside_of_a_launch_it_says_how_to_start_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, monta: Monta
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["calibrate", "--out", "c.yaml"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = monta.refusal("calibrate", "--out", "c.yaml")
     assert "-m monta_megatron calibrate --out FILE ..., srun, or monta emulate" in line
     assert list(tmp_path.iterdir()) == []

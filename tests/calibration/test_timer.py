@@ -88,11 +88,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.fixture
-def progress() -> Progress:
-    progress = Progress()
-    progress.phase("", 0)
-    return progress
+PROGRESS = Progress()
+PROGRESS.phase("", 0)
 
 
 def curve_of(*key: object) -> list[Point]:
@@ -102,65 +99,65 @@ def curve_of(*key: object) -> list[Point]:
 RAILS, COPIES = curve_of("inter", "alltoall", 2), curve_of("memory", "copy", 1)
 
 
-def test_a_sample_is_the_mean_of_its_repeats(clock: Clock, progress: Progress) -> None:
+def test_a_sample_is_the_mean_of_its_repeats(clock: Clock) -> None:
     clock.set(RAILS[0], 10.0, 90.0)
     timer = clock.timer(budget_s=1.0)
-    assert timer.run_sizes(RAILS[:1], progress) == RAILS[:1]
+    assert timer.run_sizes(RAILS[:1], PROGRESS) == RAILS[:1]
     # The first run is not timed.
     assert clock.runs == RAILS[:1] * 3
     assert timer.samples[RAILS[0]] == [pytest.approx((100, 10))]
 
 
-def test_a_core_is_busy_with_the_ranks_that_share_it(clock: Clock, progress: Progress) -> None:
+def test_a_core_is_busy_with_the_ranks_that_share_it(clock: Clock) -> None:
     """Two ranks share the core, so it is busy for twice the mean of their times."""
     clock.set(COPIES[0], 20.0, 5.0)
     clock.set(RAILS[0], 20.0, 5.0)
     timer = clock.timer(budget_s=1.0, ranks_per_core=2.0)
-    timer.run_sizes([COPIES[0], RAILS[0]], progress)
+    timer.run_sizes([COPIES[0], RAILS[0]], PROGRESS)
     assert timer.samples[COPIES[0]] == [pytest.approx((50, 40))]
     # Between nodes the network is waited for.
     assert timer.samples[RAILS[0]] == [pytest.approx((25, 20))]
 
 
-def test_a_pair_takes_each_alone_and_both_together(clock: Clock, progress: Progress) -> None:
+def test_a_pair_takes_each_alone_and_both_together(clock: Clock) -> None:
     """A collective of 100 us, of which 90 are hidden, beside 2 copies of 20 us on the host."""
     pair = Pair(RAILS[0], COPIES[0], 2)
     clock.set(pair.first, 10.0, 90.0)
     clock.set(pair.second, 20.0, 0.0)
     timer = clock.timer(budget_s=0.0, ranks_per_core=2.0)
-    assert timer.run_rounds([pair], progress) == 1
+    assert timer.run_rounds([pair], PROGRESS) == 1
     assert clock.runs == [pair.first, *[pair.second] * 2, pair.first, *[pair.second] * 2]
     # By the fake clock nothing runs at once: 140 us, which is one after the other.
     assert timer.excesses[pair] == [1.0]
 
 
-def test_the_budget_is_a_number_of_runs(clock: Clock, progress: Progress) -> None:
+def test_the_budget_is_a_number_of_runs(clock: Clock) -> None:
     """Passes of 1 s and a collective of 1 s in 10 s: 5 rounds of both, or one less."""
     for task in (PASSES, RAILS[0]):
         clock.set(task, 0.0, 1e6)
     timer = clock.timer(budget_s=10.0)
-    fewest = timer.run_rounds([PASSES, RAILS[0]], progress)
+    fewest = timer.run_rounds([PASSES, RAILS[0]], PROGRESS)
     numbers = {task: len(samples) for task, samples in timer.samples.items()}
     assert numbers == {PASSES: 5, RAILS[0]: 5} and fewest == 5
     assert timer.elapsed_s == 10
     # One that is spent before the first round: each runs once.
     late = clock.timer(budget_s=1.0)
-    assert late.run_rounds([PASSES, RAILS[0]], progress) == 1
+    assert late.run_rounds([PASSES, RAILS[0]], PROGRESS) == 1
     assert {task: len(samples) for task, samples in late.samples.items()} == {
         PASSES: 1,
         RAILS[0]: 1,
     }
 
 
-def test_rounds_end_by_the_time_that_all_ranks_share(clock: Clock, progress: Progress) -> None:
+def test_rounds_end_by_the_time_that_all_ranks_share(clock: Clock) -> None:
     """By its own clock this rank would start another round, and wait for the others forever."""
     clock.elsewhere_s = 10.0
     clock.set(RAILS[0], 10.0, 90.0)
     timer = clock.timer(budget_s=5.0)
-    assert timer.run_rounds([RAILS[0]], progress) == 1 and len(timer.samples[RAILS[0]]) == 1
+    assert timer.run_rounds([RAILS[0]], PROGRESS) == 1 and len(timer.samples[RAILS[0]]) == 1
 
 
-def test_large_sizes_wait_for_half_of_the_budget(clock: Clock, progress: Progress) -> None:
+def test_large_sizes_wait_for_half_of_the_budget(clock: Clock) -> None:
     """A collective at 1 us per byte and a copy at 0.1 ns: smaller sizes first, whatever they take.
 
     Of the collective 5,120, 20,480 and 81,920 bytes run and the next would take 0.3 s.
@@ -170,47 +167,32 @@ def test_large_sizes_wait_for_half_of_the_budget(clock: Clock, progress: Progres
     for point in COPIES:
         clock.set(point, 0.0, 1e-4 * point.num_bytes)
     timer = clock.timer(budget_s=0.4)
-    timed = timer.run_sizes([*RAILS, *COPIES], progress)
+    timed = timer.run_sizes([*RAILS, *COPIES], PROGRESS)
     assert timed == [*RAILS[:LEAST_SIZES], *COPIES]
     taken = list(timer.samples)
     assert taken == sorted(taken, key=lambda point: point.num_bytes)
-    assert len(clock.timer(budget_s=100.0).run_sizes(RAILS, progress)) == len(RAILS)
+    assert len(clock.timer(budget_s=100.0).run_sizes(RAILS, PROGRESS)) == len(RAILS)
 
 
 @pytest.mark.parametrize(
-    ("rank", "groups"),
+    ("rank", "of_both_nodes", "of_one"),
     [
-        (
-            0,
-            {
-                ("inter", 2): [0, 4],
-                ("inter", 4): [0, 2, 4, 6],
-                ("inter", 8): [0, 1, 2, 3, 4, 5, 6, 7],
-                ("intra", 1): [0],
-                ("intra", 2): [0, 1],
-                ("intra", 4): [0, 1, 2, 3],
-            },
-        ),
-        (
-            7,
-            {
-                ("inter", 2): [3, 7],
-                ("inter", 4): [1, 3, 5, 7],
-                ("inter", 8): [0, 1, 2, 3, 4, 5, 6, 7],
-                ("intra", 1): [7],
-                ("intra", 2): [6, 7],
-                ("intra", 4): [4, 5, 6, 7],
-            },
-        ),
+        (0, [[0, 4], [0, 2, 4, 6], [*range(8)]], [[0], [0, 1], [0, 1, 2, 3]]),
+        (7, [[3, 7], [1, 3, 5, 7], [*range(8)]], [[7], [6, 7], [4, 5, 6, 7]]),
     ],
 )
 def test_groups_by_hand(
-    rank: int, groups: dict[tuple[str, int], list[int]], monkeypatch: pytest.MonkeyPatch
+    rank: int,
+    of_both_nodes: list[list[int]],
+    of_one: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """2 nodes of 4 ranks: some ranks of both nodes, or neighbours on one node."""
     monkeypatch.setattr(command, "new_local_group", lambda ranks, *_: list(ranks))
     monkeypatch.setattr(command, "peer_group", lambda name, group, nodes: group)
     layout = Layout(ep=8, etp=1, num_local_experts=1, rank=rank, nodes=LAYOUT.nodes)
+    groups = {("inter", len(ranks)): ranks for ranks in of_both_nodes}
+    groups |= {("intra", len(ranks)): ranks for ranks in of_one}
     assert command.make_groups(layout) == groups
 
 

@@ -24,13 +24,6 @@ finally:
 """
 
 
-def test_the_package_runs_as_the_command() -> None:
-    command = [sys.executable, "-m", "monta_megatron", "--version"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("monta-megatron ")
-
-
 @pytest.mark.parametrize("words", [["--help"], ["bench", "--help"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     command = [sys.executable, "-c", SHOW, *words]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from interrupts import interrupt, marked, network_names, started, wait_for
+from namespaces import skip_without_namespaces
 
-from monta_megatron.emulation import emulator
 from monta_megatron.planner.cluster_file import load_cluster
 
 CALIBRATE = ["calibrate", "--out", "c.yaml", "--ranks-per-node", "1", "--nics-per-node", "1"]
@@ -79,9 +79,6 @@ def test_calibrate(budget: list[str], moment: Moment, tmp_path: Path) -> None:
     ],
 )
 def test_emulate(budget: list[str], moment: Moment, tmp_path: Path) -> None:
-    try:
-        emulator.unshare_command()
-    except ValueError as error:
-        pytest.skip(f"monta emulate: {error}")
+    skip_without_namespaces()
     words = ["-X", "importtime", "-m", "monta_megatron", *EMULATE, "monta", *CALIBRATE, *budget]
     check(words, moment, "emulate", tmp_path)

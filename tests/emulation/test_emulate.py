@@ -13,8 +13,7 @@ from pathlib import Path
 import programs
 import pytest
 from interrupts import marked, network_names, started, wait_for
-
-from monta_megatron.emulation import emulator
+from namespaces import skip_without_namespaces
 
 PROGRAMS = programs.__file__
 MONTA = [sys.executable, "-m", "monta_megatron"]
@@ -25,14 +24,7 @@ MBIT = 200
 # slower depends on what else the machine does, so this does not test the last percent.
 RATE_MBIT = (0.3 * MBIT, 1.02 * MBIT)
 
-try:
-    emulator.unshare_command()
-except ValueError as error:
-    pytest.skip(f"monta emulate: {error}", allow_module_level=True)
-if os.geteuid() != 0 and not Path("/run/netns").exists():
-    pytest.skip(
-        "monta emulate: /run/netns has to exist for who is not root", allow_module_level=True
-    )
+skip_without_namespaces()
 
 
 def command(

@@ -1,30 +1,22 @@
 """`monta compare` with trainings on CPU ranks, and one that fails."""
 
-import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from commands import needs_training
+from interrupts import interrupt, started, wait_for
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 COMPARE = [sys.executable, "-m", "monta_megatron", "compare", "run.yaml"]
 LIMIT_S = 280
 
-pytestmark = [
-    pytest.mark.timeout(LIMIT_S + 20),
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None
-        or importlib.util.find_spec("megatron.training") is None,
-        reason="needs megatron.training: pip install 'megatron-core[training]>=0.19'",
-    ),
-]
+pytestmark = [pytest.mark.timeout(LIMIT_S + 20), needs_training]
 
 FAILING = """
 import sys
@@ -52,7 +44,7 @@ def compare(folder: Path, *words: str, **changes: Any) -> subprocess.CompletedPr
 
 SLEEPING = """
 import os, pathlib, time
-pathlib.Path(f"rank{os.environ['RANK']}").write_text(str(os.getpid()))
+pathlib.Path(f"rank{os.environ['RANK']}").touch()
 time.sleep(600)
 """
 
@@ -105,15 +97,8 @@ def test_a_refused_run_is_one_line(tmp_path: Path) -> None:
 def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     (tmp_path / "sleep.py").write_text(SLEEPING)
     write_run_file(tmp_path, script="sleep.py", script_arguments={})
-    command = [*COMPARE, "--pairs", "1"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        ranks = [tmp_path / "rank0", tmp_path / "rank1"]
-        while process.poll() is None and not all(rank.is_file() for rank in ranks):
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 130, error
-    assert error.splitlines()[-1] == "monta compare: interrupted"
-    for rank in ranks:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(rank.read_text()), 0)
+    ranks, stderr = [tmp_path / "rank0", tmp_path / "rank1"], tmp_path / "stderr"
+    with started([*COMPARE[1:], "--pairs", "1"], tmp_path) as (process, mark):
+        wait_for(process, lambda: all(rank.exists() for rank in ranks), stderr)
+        assert interrupt(process, os.kill, mark) == 130
+    assert stderr.read_text().splitlines()[-1] == "monta compare: interrupted"

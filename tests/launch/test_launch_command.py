@@ -1,25 +1,26 @@
 """`monta launch` before anything starts: what wins over what, what it writes, and bad input."""
 
+import difflib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import golden
 import pytest
 import yaml
+from commands import Monta
 from published_configs import CONFIGS as PUBLISHED
 
-from monta_megatron.cli import main
-from monta_megatron.common import strict_yaml
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.arguments import from_words
 from monta_megatron.tools.launch.prepare import Run, checked, prepare
-from monta_megatron.tools.launch.run_config import RunConfig
 from monta_megatron.tools.launch.start import choose_start, run_script, start_command
 
+GOLDEN = Path(__file__).parent / "golden"
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = str(CONFIGS / "runs" / "quickstart.yaml")
 MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")
-STOCK = ["--moe-token-dispatcher-type", "alltoall"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,101 +35,65 @@ def ready(file: str, *words: str) -> Run:
     return prepare(file, words, None, dry_run=True)
 
 
-def words_of(run: Run) -> list[str]:
-    return [word for words in run.words for word in words]
+def without_paths(text: str) -> str:
+    names = {Path().absolute(): "FOLDER", CONFIGS.parent: "REPOSITORY", sys.executable: "PYTHON"}
+    for path, name in names.items():
+        text = text.replace(str(path), name)
+    return text
 
 
-# What wins over what
+def described(run: Run) -> list[str]:
+    """run.sh, notes, and what is planned for."""
+    lines = [*run_script(run).splitlines(), *(f"note: {note}" for note in run.notes)]
+    if run.plan is not None:
+        shape, at = run.plan.shape, f"{run.plan.chain} in {run.plan.num_chunks} on"
+        lines.append(f"plan: {at} {run.plan.cluster}, nodes {shape.layout.nodes}")
+        lines.append(f"plan: {shape.tokens_per_rank} tokens of a rank")
+    return lines
 
 
-@pytest.mark.parametrize(
-    ("file", "words", "arguments", "layout"),
-    [
-        # Defaults, under the file, under the command line; None is left out.
-        (MIXTRAL, "", {"lr": 1e-4, "moe-token-dispatcher-type": "monta", "num-layers": 32}, {}),
-        (MIXTRAL, "--lr 3e-4 --mtp-num-layers=1", {"lr": "3e-4", "mtp-num-layers": "1"}, {}),
-        (MIXTRAL, "--log_throughput false", {"log-throughput": None}, {}),
-        (
-            MIXTRAL,
-            "--mock-data false --data-path 0.3 /data/a 0.7 /data/b",
-            {"mock-data": None, "data-path": ["0.3", "/data/a", "0.7", "/data/b"]},
-            {},
-        ),
-        # A parallel size changes the layout.
-        (
-            MIXTRAL,
-            "--pipeline-model-parallel-size 1 --expert-tensor-parallel-size=2",
-            {"expert-tensor-parallel-size": 2},
-            {"pp": 1, "etp": 2, "ep": 8},
-        ),
-        # The script's own; stock's dispatcher without our options.
-        (QUICKSTART, "--record elsewhere", {"record": None}, {}),
-        (QUICKSTART, " ".join(STOCK), {"moe-monta-chain": None, "moe-monta-cluster": None}, {}),
-    ],
-)
-def test_what_wins(
-    file: str, words: str, arguments: dict[str, Any], layout: dict[str, int]
-) -> None:
-    run = ready(file, *words.split())
-    assert {name: run.arguments.get(name) for name in arguments} == arguments
-    assert {name: getattr(run.config.layout, name) for name in layout} == layout
+# Changes of a file, and words of a command line.
+CHANGES: list[tuple[str, dict[str, int], str]] = [
+    # Defaults are under the file, and that under the words.
+    (MIXTRAL, {}, "--lr 3e-4 --mtp-num-layers=1 --log_throughput false"),
+    (MIXTRAL, {}, "--mock-data false --data-path 0.3 /data/a 0.7 /data/b"),
+    # A parallel size changes the layout.
+    (MIXTRAL, {}, "--pipeline-model-parallel-size 1 --expert-tensor-parallel-size=2"),
+    (MIXTRAL, {}, "--pipeline-model-parallel-size 1 --expert-model-parallel-size 4"),
+    # The script's own; stock's dispatcher without our options.
+    (QUICKSTART, {}, "--record elsewhere --moe-token-dispatcher-type alltoall"),
+    (MIXTRAL, {}, "--seq-length 8192 --micro-batch-size 2"),
+    # EP 2 on nodes of 3: ranks 2-3 alone, in the middle, lie on two nodes.
+    (
+        MIXTRAL,
+        {"nodes": 2, "ranks_per_node": 3, "ep": 2},
+        "--moe-monta-ranks-per-node 3 --moe-monta-cluster emulated_2x4_500mbit",
+    ),
+    # Hosts of 4 ranks share the link of their rack, of which a job may use a part.
+    (
+        MIXTRAL,
+        {"nodes": 4, "ranks_per_node": 4, "ep": 8},
+        "--moe-monta-cluster gb200_nvl72",
+    ),
+    (MIXTRAL, {}, "--moe-monta-cluster gb200_nvl72"),
+]
 
 
-def test_stock_s_dispatcher_and_the_script_s_arguments() -> None:
-    run = ready(QUICKSTART, *STOCK, "--record", "elsewhere")
-    assert run.config.script_arguments == {"record": "elsewhere"} and run.plan is None
-    assert any("moe-monta-chain" in note and "left out" in note for note in run.notes)
+def test_words_win_over_the_file(tmp_path: Path) -> None:
+    """Lines that they remove and add."""
+    text = ""
+    for file, layout, words in CHANGES:
+        before = described(ready(edited(tmp_path, file=file)))
+        changes = [("layout", layout)] if layout else []
+        after = described(ready(edited(tmp_path, *changes, file=file), *words.split()))
+        lines = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+        text += "\n".join([f"{Path(file).stem} {layout or ''} -- {words}", *lines, ""])
+    golden.check(GOLDEN / "words.txt", without_paths(text))
 
 
 def test_words_of_a_command_line() -> None:
     arguments = from_words(["--a", "-1", "2", "--b", "--c_d=x=y", "--e", "false"])
     assert arguments == {"a": ["-1", "2"], "b": True, "c-d": "x=y", "e": False}
-
-
-# The plan
-
-
-@pytest.mark.parametrize(
-    ("changes", "words", "expected"),
-    [
-        ([], "--seq-length 8192 --micro-batch-size 2", {"tokens_per_rank": 16384}),
-        # EP 2 on nodes of 3: ranks 2-3 alone, in the middle, lie on two nodes.
-        (
-            [("layout", {"nodes": 2, "ranks_per_node": 3, "ep": 2})],
-            "--moe-monta-ranks-per-node 3 --moe-monta-cluster emulated_2x4_500mbit",
-            {"nodes": (0, 1)},
-        ),
-        # Hosts of 4 ranks share the link of their rack.
-        (
-            [("layout", {"nodes": 4, "ranks_per_node": 4, "ep": 8})],
-            "--moe-monta-cluster gb200_nvl72",
-            {"cluster": "GB200 NVL72", "note": "72 ranks are taken to share a node link"},
-        ),
-        ([], "--moe-monta-cluster gb200_nvl72", {"cluster": "GB200 NVL72, 8 of 72 ranks per node"}),
-        ([], "", {"note": "of a rank's 80 GB for weights, gradients, optimizer and logits"}),
-        (
-            [],
-            "--pipeline-model-parallel-size 1 --expert-model-parallel-size 4",
-            {"note": "does not fit with 10% headroom"},
-        ),
-    ],
-)
-def test_planned_for(
-    changes: list[Any], words: str, expected: dict[str, Any], tmp_path: Path
-) -> None:
-    run = ready(edited(tmp_path, *changes, file=MIXTRAL), *words.split())
-    assert run.plan is not None
-    shape = run.plan.shape
-    found = {
-        "tokens_per_rank": shape.tokens_per_rank,
-        "nodes": shape.layout.nodes,
-        "cluster": run.plan.cluster,
-        "note": expected.get("note") if str(expected.get("note")) in "".join(run.notes) else None,
-    }
-    assert {name: found[name] for name in expected} == expected, run.notes
-
-
-# What is written
 
 
 def test_run_directory_explains_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +120,7 @@ def test_run_directory_explains_itself(tmp_path: Path, monkeypatch: pytest.Monke
     again = prepare(str(run.directory / "config.yaml"), [], tmp_path / "again", dry_run=True)
     cluster = run.directory / "cluster.yaml"
     assert cluster.read_bytes() == (CONFIGS / "clusters/emulated_2x4_500mbit.yaml").read_bytes()
-    assert str(cluster) in words_of(run)
+    assert str(cluster) in [word for words in run.words for word in words]
     assert (again.config.model, again.config.cluster) == (None, str(cluster))
     assert again.arguments == {**run.arguments, "moe-monta-cluster": str(cluster)}
     assert again.config.layout == run.config.layout and again.plan == run.plan
@@ -176,33 +141,21 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
     assert note.endswith("bf16 True, moe-router-dtype fp32")
 
 
-RESUMED = ["#SBATCH --signal=B:USR1@300", "#SBATCH --requeue"]
-
-
 @pytest.mark.parametrize(
-    ("words", "lines", "not_in"),
-    [
-        ("", ["#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8", "#SBATCH --time=240"], ""),
-        ("", [*RESUMED, "export NCCL_LAUNCH_ORDER_IMPLICIT=1"], "\nexport NCCL_SOCKET"),
-        ("", ["    --ranks-per-node 8 --nodes 2 -- \\", "set -u"], "container"),
-        ("--moe-layer-freq ([1]*32)", ["    --moe-layer-freq '([1]*32)'"], "no-requeue"),
-        # A job that would start over is not requeued.
-        ("--load false", ["#SBATCH --no-requeue"], "--signal"),
-    ],
+    ("file", "words"),
+    # A job that would start over is not requeued.
+    [(MIXTRAL, ["--moe-layer-freq", "([1]*32)"]), (QUICKSTART, ["--load", "false"])],
 )
-def test_run_script(words: str, lines: list[str], not_in: str) -> None:
-    script = run_script(ready(MIXTRAL, *words.split()))
-    assert set(lines) <= set(script.splitlines())
-    assert not not_in or not_in not in script
-    assert "\n#export NCCL_SOCKET_IFNAME=" in script and "\n#export NCCL_DEBUG=INFO" in script
+def test_run_script(file: str, words: list[str]) -> None:
+    text = "\n".join([*described(ready(file, *words)), ""])
+    golden.check(GOLDEN / f"run_{Path(file).stem}.txt", without_paths(text))
 
 
-def test_a_job_that_is_not_requeued_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_is_not_requeued_is_said(monta: Monta) -> None:
     words = ["--dry-run", "--start", "sbatch", "--json", "--", "--load", "false"]
-    assert main(["launch", MIXTRAL, *words]) == 0
-    said = capsys.readouterr()
-    (note,) = (note for note in json.loads(said.out)["notes"] if "not requeued" in note)
-    assert note.endswith("without --load") and f"note: {note}" in said.err
+    _, document, said = monta("launch", MIXTRAL, *words)
+    (note,) = (note for note in json.loads(document)["notes"] if "not requeued" in note)
+    assert note.endswith("without --load") and f"note: {note}" in said
 
 
 def test_start_by_nodes() -> None:
@@ -229,9 +182,6 @@ def test_without_a_parser_a_note_says_so(tmp_path: Path) -> None:
     assert run.megatron is None
 
 
-# Bad input
-
-
 def edited(
     folder: Path, *changes: tuple[str, str, Any] | tuple[str, Any], file: str = QUICKSTART
 ) -> str:
@@ -247,91 +197,39 @@ def edited(
         if value is None:
             del inner[keys[-1]]
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(data))
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
     return str(path)
 
 
-# (changes of the file, words after --, what the one line says)
-BAD: dict[str, tuple[list[Any], str, list[str]]] = {
-    "unknown key": ([("megatorn", {})], "", ["megatorn", "did you mean megatron?"]),
-    "no layout": ([("layout", None)], "", ["layout: missing"]),
-    "name": ([("name", "a/b")], "", ["name: got 'a/b', must be letters, digits"]),
-    "too few ranks": (
-        [("layout", "tp", 8)],
-        "",
-        ["run.yaml: layout: world_size: got 4", "multiple of tp * cp * pp (8)"],
-    ),
-    "experts": (
-        [("layout", {"nodes": 1, "ranks_per_node": 3, "ep": 3})],
-        "",
-        ["layout.ep: got 3, must divide num-experts of quickstart (8)"],
-    ),
-    "more than the cluster": (
-        [("layout", {"nodes": 4, "ranks_per_node": 4})],
-        "",
-        ["layout.nodes * ranks_per_node: got 16", "at most the 8 ranks"],
-    ),
-    "more ranks of a node": (
-        [("layout", {"nodes": 1, "ranks_per_node": 8})],
-        "",
-        ["layout.ranks_per_node: got 8, must be at most 4, the ranks of a node of"],
-    ),
-    "no script": ([("script", "none.py")], "", ["script: got", "none.py", "exists"]),
-    "no script named": ([("script", None)], "", ["script: got ${MEGATRON_LM_DIR}/pretrain"]),
-    "variable": ([("megatron", "save", "${NONE}/x")], "", ["megatron.save", "NONE must be set"]),
-    "setup is a list": ([("setup", "load")], "", ["setup: got 'load', must be a list"]),
-    "no image": ([("slurm", "container", {})], "", ["slurm.container.image: missing"]),
-    "no dashes": ([], "lr 1e-4", ["got 'lr' after --"]),
-    "no size": ([], "--pipeline-model-parallel-size two", ["got 'two', must be an integer >= 1"]),
-    "nearly a chain": ([], "--moe-monta-chain alltoal", ["(did you mean alltoall?)"]),
-    "chunks of a serial chain": (
-        [],
-        "--moe-monta-chain alltoall --moe-monta-num-chunks 3",
-        ["--moe-monta-num-chunks: got 3, must be 1 for the serial chain alltoall"],
-    ),
-}
+# Changes of the file.
+BAD: list[tuple[Any, ...]] = [
+    ("megatorn", {}),
+    ("layout", None),
+    ("name", "a/b"),
+    ("layout", "tp", 8),
+    ("layout", {"nodes": 1, "ranks_per_node": 3, "ep": 3}),
+    ("layout", {"nodes": 4, "ranks_per_node": 4}),
+    ("layout", {"nodes": 1, "ranks_per_node": 8}),
+    ("script", "none.py"),
+    ("script", None),
+    ("megatron", "save", "${NONE}/x"),
+    ("setup", "load"),
+    ("slurm", "container", {}),
+]
 
 
-def test_texts_stay_as_they_are_written(tmp_path: Path) -> None:
-    """Each would be a number to YAML 1.1: 630, 14400, 8."""
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "name: a\nlayout: {nodes: 1, ranks_per_node: 1}\nmegatron: {}\n"
-        "environment: {A: 10:30, B: 4:00:00, C: 010}\n"
-    )
-    config = strict_yaml.load(RunConfig, path)
-    assert config.environment == {"A": "10:30", "B": "4:00:00", "C": "010"}
-    path.write_text(strict_yaml.dump(config))
-    assert strict_yaml.load(RunConfig, path) == config
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_status_2(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes, words, said = BAD[name]
-    path = edited(tmp_path, *changes)
-    assert main(["launch", path, "--", *words.split()]) == 2
-    captured = capsys.readouterr()
-    lines = captured.err.splitlines()
-    assert len(lines) == 1 and captured.out == ""
-    for part in said:
-        assert part in lines[0]
+def test_bad_run_files(tmp_path: Path, monta: Monta) -> None:
+    lines = {
+        " ".join(map(str, change)): monta.refusal("launch", edited(tmp_path, change))
+        for change in BAD
+    }
+    lines = {name: line.replace(f"{tmp_path}/", "") for name, line in lines.items()}
+    golden.check_lines(GOLDEN / "bad_run_files.txt", lines)
     assert not Path("runs").exists()
 
 
-def test_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_files_is_no_run_directory(tmp_path: Path, monta: Monta) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    for words, said in (
-        (["--run-directory", str(tmp_path)], "--run-directory: got"),
-        (["--dry-run", "--lr", "1"], "unrecognized arguments: --lr 1; those of MEGATRON go"),
-        (["--dry-rum"], "unrecognized arguments: --dry-rum; did you mean --dry-run?"),
-    ):
-        try:
-            status = main(["launch", QUICKSTART, *words])
-        except SystemExit as error:
-            status = int(str(error.code))
-        assert status == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert said in line
-    assert list(tmp_path.glob("*.txt")) and not Path("runs").exists()
+    line = monta.refusal("launch", QUICKSTART, "--run-directory", tmp_path)
+    assert f"--run-directory: got {tmp_path}, must be" in line
+    assert (tmp_path / "notes.txt").read_text() == "mine" and not Path("runs").exists()

@@ -6,7 +6,6 @@ Megatron sees the real WORLD_SIZE and the file's own environment, on CPU stand-i
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from typing import Any
 import pytest
 from preloaded import Preloaded
 
-from monta_megatron.common import strict_yaml
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.tools.launch.arguments import words_of
 from monta_megatron.tools.launch.prepare import Run, prepare
-from monta_megatron.tools.launch.run_config import RunConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted((CONFIGS / "runs").glob("*.yaml"))
@@ -181,15 +178,3 @@ def test_what_is_refused(words: str, said: str, megatron: Preloaded) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     (line,) = (line for line in result.stdout.splitlines() if line.startswith(("prob", "refus")))
     assert said in line
-
-
-def test_the_table_of_the_readme_is_current() -> None:
-    text = (CONFIGS / "runs" / "README.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*\d) (?:CPU ranks|[AH]\d+) \|(.*)\|.*\|$", text, re.M)
-    table = {name: (ranks, [int(size) for size in sizes.split("|")]) for name, ranks, sizes in rows}
-    for path in FILES:
-        layout = strict_yaml.load(RunConfig, path).layout
-        nodes, per_node = layout.nodes, layout.ranks_per_node
-        ranks = str(per_node) if path.stem == "quickstart" else f"{nodes} x {per_node}"
-        assert table.pop(path.stem) == (ranks, [layout.tp, layout.ep, layout.etp, layout.pp])
-    assert table == {}

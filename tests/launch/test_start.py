@@ -1,6 +1,5 @@
 """`monta launch` for real: a training on CPU ranks, a misspelt argument, Ctrl-C."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import needs_training
+from interrupts import interrupt, started, wait_for
 
 from monta_megatron.tools.launch.log import read_log
 from monta_megatron.tools.launch.start import START
@@ -20,12 +21,6 @@ CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 LAUNCH = [sys.executable, "-m", "monta_megatron", "launch"]
 LIMIT_S = 280
 
-needs_megatron = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None
-    or importlib.util.find_spec("megatron.training") is None,
-    reason="needs megatron.training: pip install 'megatron-core[training]>=0.19'",
-)
-
 
 def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -33,7 +28,7 @@ def launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@needs_megatron
+@needs_training
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
     result = launch(tmp_path, str(CONFIG), "--json", "--", "--train-iters", "4")
@@ -60,7 +55,7 @@ def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
     assert versions["versions"]["megatron-core"]
 
 
-@needs_megatron
+@needs_training
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_what_megatron_refuses_starts_nothing_unless_forced(tmp_path: Path) -> None:
     words = [str(CONFIG), "--dry-run"]
@@ -85,7 +80,7 @@ time.sleep(100)
 """
 
 
-@needs_megatron
+@needs_training
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_the_last_line_says_why_a_run_failed(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(FAILING)
@@ -113,33 +108,22 @@ try:
 except KeyboardInterrupt as interrupt:
     sys.exit(128 + interrupt.args[0])
 """
-# Says its process number, in one piece as ranks share the pipe; then does not end by itself.
-RANK = "import os, time; os.write(1, f'rank {os.getpid()}\\n'.encode()); time.sleep(100)"
+# In one piece as ranks share the pipe; does not end by itself.
+RANK = "import os, time; os.write(1, b'runs\\n'); time.sleep(100)"
 
 
 @pytest.mark.timeout(120)
-def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun with two ranks below `run_and_log`."""
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    command = ["bash", str(START), "--ranks-per-node", "2", "--nodes", "1", "--", str(script)]
-    environment = {name: value for name, value in os.environ.items() if "SLURM" not in name}
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN_AND_LOG, str(tmp_path / "run.log"), *command],
-        env={**environment, "PYTHON": sys.executable, "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    ranks: list[int] = []
-    while len(ranks) < 2:
-        line = process.stdout.readline()
-        assert line, (tmp_path / "run.log").read_text()
-        ranks += [int(line.split()[1])] if line.startswith("rank ") else []
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 128 + signal.SIGINT
-    states = [Path(f"/proc/{rank}/stat") for rank in ranks]
-    assert not any(state.exists() and ") Z " not in state.read_text() for state in states)
+    (tmp_path / "rank.py").write_text(RANK)
+    for name in [name for name in os.environ if "SLURM" in name]:
+        monkeypatch.delenv(name)
+    command = ["bash", str(START), "--ranks-per-node", "2", "--nodes", "1", "--", "rank.py"]
+    words = ["-c", RUN_AND_LOG, "run.log", *command]
+    with started(words, tmp_path, PYTHON=sys.executable) as (process, mark):
+        stdout = tmp_path / "stdout"
+        wait_for(process, lambda: stdout.read_text().count("runs") == 2, tmp_path / "stderr")
+        assert interrupt(process, os.kill, mark) == 128 + signal.SIGINT
 
 
 def test_the_exit_status_is_passed_on(tmp_path: Path) -> None:

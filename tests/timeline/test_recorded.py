@@ -1,16 +1,15 @@
 """`monta bench --trace`: runs of 4 CPU ranks, and their traces."""
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from commands import Monta
 from forked_ranks import LIMIT_S, ForkedRanks
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import PASSES, Operation
-from monta_megatron.cli import main
 from monta_megatron.core import Layout, Shape
 from monta_megatron.planner.price import bind_expected, lower_expected
 from monta_megatron.planner.routing import UniformRouting
@@ -30,13 +29,6 @@ ALL_PASSES = PASSES["forward_backward"]
 # What the files' resolution leaves between two ends that are one.
 RESOLUTION_US = 0.01
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[ForkedRanks]:
-    ranks = ForkedRanks("monta_megatron.tools.bench.point")
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +61,16 @@ def test_each_row_has_all_passes_on_all_ranks(path: Path, rows: dict[str, Timeli
     assert min(row.start_us for row in rows.values()) == 0
 
 
-def test_every_span_lies_inside_its_pass(rows: dict[str, Timeline]) -> None:
+def test_passes_hold_their_spans_and_run_on_all_ranks_at_once(rows: dict[str, Timeline]) -> None:
     for row in rows.values():
         for track in row.tracks:
             for span in track.spans:
                 start_us, end_us = track.passes[span.pass_name]
                 assert start_us <= span.start_us <= span.end_us <= end_us + RESOLUTION_US
+        # An exchange ends on no rank before it has begun on all: clocks that differ would show.
+        for pass_ in ALL_PASSES:
+            starts, ends = zip(*(track.passes[pass_.name] for track in row.tracks), strict=True)
+            assert max(starts) < min(ends)
 
 
 @pytest.mark.parametrize("name", ["alltoall_allgather", "hierarchical_allgather"])
@@ -117,14 +113,6 @@ def test_stock_is_recorded_as_it_runs(rows: dict[str, Timeline]) -> None:
                 assert span.end_us == pytest.approx(following.start_us, abs=RESOLUTION_US)
 
 
-def test_all_ranks_are_in_the_pass_at_the_same_time(rows: dict[str, Timeline]) -> None:
-    # An exchange ends on no rank before it has begun on all: clocks that differ would show.
-    for row in rows.values():
-        for pass_ in ALL_PASSES:
-            starts, ends = zip(*(track.passes[pass_.name] for track in row.tracks), strict=True)
-            assert max(starts) < min(ends)
-
-
 def test_ranks_of_several_hosts_are_put_on_the_first_ones_clock(
     ranks: ForkedRanks, tmp_path: Path
 ) -> None:
@@ -150,9 +138,8 @@ def test_a_profile_has_a_range_for_every_stage_and_chunk(path: Path) -> None:
                     assert name in names
 
 
-def test_the_command_draws_and_tells(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", str(path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_the_command_draws_and_tells(path: Path, monta: Monta) -> None:
+    document = monta.document("timeline", path)
     assert [row["name"] for row in document["rows"]] == ROWS
     assert document["drawn"][0] == STOCK and document["drawn"][1] in ROWS[2:]
     for row in document["rows"]:

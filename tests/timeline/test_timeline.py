@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Monta
 from linear_pipeline import Stage, operation_of, work_of
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import with_waits
-from monta_megatron.cli import main
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
 from monta_megatron.planner.models.files import load_model
@@ -146,22 +146,6 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_trace_is_read_as_it_was_written(path: Path) -> None:
-    trace = Trace.load(path)
-    assert (trace.title, trace.about) == ("recorded: here", {"clock": "this"})
-    names = [row.name for row in trace.timelines]
-    assert names == [STOCK, "hierarchical_alltoall in 4 chunks", "alltoall_dedup in 1 chunk"]
-    # Its times begin at 0; ends are cut by a nanosecond, for Perfetto.
-    first = trace.timelines[0].tracks[1]
-    assert first.name == "rank 1"
-    assert first.passes["dispatch"] == pytest.approx((0, 30), abs=0.01)
-    assert [each[:5] for each in first.spans] == [
-        ("dispatch", "stage", 0, 0, "inter"),
-        ("dispatch", "stage", 0, 0, "memory"),
-    ]
-    assert first.spans[1][5:] == pytest.approx((20, 30), abs=0.01)
-
-
 def test_a_trace_has_a_process_per_rank_and_a_thread_per_resource(path: Path) -> None:
     slices: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     names: dict[tuple[str, int, int], Any] = {}
@@ -187,11 +171,8 @@ def test_a_trace_has_a_process_per_rank_and_a_thread_per_resource(path: Path) ->
             assert event["ts"] + event["dur"] < following["ts"]
 
 
-def test_the_command_draws_the_fastest_of_a_trace(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["timeline", str(path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_the_command_draws_the_fastest_of_a_trace(path: Path, monta: Monta) -> None:
+    document = monta.document("timeline", path)
     assert document["drawn"] == [STOCK, "alltoall_dedup in 1 chunk"]
     assert document["ratio_to_alltoall"] == pytest.approx(1, abs=0.01)
     hidden = [row["hidden_share"] for row in document["rows"]]
@@ -200,45 +181,31 @@ def test_the_command_draws_the_fastest_of_a_trace(
     assert hidden[1]["inter"] == pytest.approx(60 / 80, abs=0.01)
     picture = path.with_suffix(".png")
     assert document["picture"] == str(picture) and picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["timeline", str(path), "--chain", "hierarchical_alltoall"]) == 0
-    headline, *_ = capsys.readouterr().out.splitlines()
-    assert headline.startswith("hierarchical_alltoall in 4 chunks is 0.60x as fast as stock")
+    _, printed, _ = monta("timeline", path, "--chain", "hierarchical_alltoall")
+    assert printed.startswith("hierarchical_alltoall in 4 chunks is 0.60x as fast as stock")
     with pytest.raises(ValueError, match="got alltoall_dedup in 4 chunks, must be one of"):
         of_trace(path, (CHAINS["alltoall_dedup"], 4))
 
 
-def test_the_command_draws_what_the_planner_picks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_draws_what_the_planner_picks(tmp_path: Path, monta: Monta) -> None:
     picture = tmp_path / "new" / "timeline.png"
-    assert main(["timeline", *FLAGS, "--out", str(picture), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert main(["plan", *FLAGS, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    document = monta.document("timeline", *FLAGS, "--out", picture)
+    plan = monta.document("plan", *FLAGS)
     assert document["drawn"] == [STOCK, f"{plan['chain']} in {plan['num_chunks']} chunks"]
     totals_us = [row["total_us"] for row in document["rows"]]
     assert totals_us == pytest.approx([plan["stock_us"], plan["predicted_us"]])
     assert document["ratio_to_alltoall"] == pytest.approx(totals_us[0] / totals_us[1])
     assert picture.read_bytes().startswith(b"\x89PNG")
     # Stock is compared with nothing.
-    assert main(["timeline", *FLAGS, "--chain", "alltoall", "--out", str(picture), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = monta.document("timeline", *FLAGS, "--chain", "alltoall", "--out", picture)
     assert (document["drawn"], document["ratio_to_alltoall"]) == (["alltoall in 1 chunk"], None)
 
 
-def test_a_file_that_is_no_trace_is_one_line(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_trace_is_one_line(path: Path, monta: Monta) -> None:
     text = path.read_text()
     for wrong in ("[]", '{"traceEvents": []}', text[:-40], text.replace('"resource"', '"source"')):
         path.write_text(wrong)
-        assert main(["timeline", str(path)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = monta.refusal("timeline", path)
         assert line.startswith(f"monta timeline: {path}: is no trace"), line
-    assert main(["timeline", str(path.with_name("nowhere"))]) == 2
-    assert "cannot be read: No such file" in capsys.readouterr().err
-
-
-def test_a_serial_chain_has_one_chunk(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timeline", *FLAGS, "--chain", "alltoall", "--num-chunks", "2"]) == 2
-    assert "must be 1 for the serial chain" in capsys.readouterr().err
+    line = monta.refusal("timeline", path.with_name("nowhere"))
+    assert "cannot be read: No such file" in line

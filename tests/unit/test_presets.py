@@ -26,19 +26,3 @@ def test_all_load_by_name() -> None:
     for kind, load in (("models", load_model), ("clusters", load_cluster)):
         for path in (presets.FOLDER / kind).glob("*.yaml"):
             assert load(path.stem) == load(path)
-
-
-@pytest.mark.parametrize(
-    ("given", "advice"),
-    [
-        ("mixtral_8x7", "did you mean mixtral_8x7b?"),
-        ("configs/models/mixtral-8x7b.yaml", "did you mean mixtral_8x7b?"),
-        ("unheard_of", "known: dbrx, deepseek_v2_lite, "),
-    ],
-)
-def test_an_unknown_name_is_one_line(given: str, advice: str) -> None:
-    with pytest.raises(ValueError) as error:
-        load_model(given)
-    (line,) = str(error.value).splitlines()
-    assert line.startswith(f"{given}: cannot be read: No such file or directory, nor a preset; ")
-    assert advice in line

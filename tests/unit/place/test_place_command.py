@@ -2,34 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
+import golden
 import numpy as np
 import pytest
 import yaml
+from commands import Monta
 from planted import planted_routing, write_layers
 
-from monta_megatron.cli import main
-
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-CLUSTER = CONFIGS / "clusters" / "a800_2x8_ib200.yaml"
 NUM_TOKENS = 4096
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """OLMoE's router (top-8 of 64 experts) in two layers."""
-    fields = yaml.safe_load((CONFIGS / "models" / "olmoe_1b_7b.yaml").read_text())
-    path = tmp_path / "model.yaml"
-    path.write_text(yaml.safe_dump(fields | {"num-layers": 2}))
-    return path
-
-
-def place(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any, str]:
-    """Exit status, the document of --json, standard error."""
-    status = main(["place", *map(str, words), "--json"])
-    captured = capsys.readouterr()
-    return status, json.loads(captured.out) if captured.out else None, captured.err
 
 
 def write_trace(folder: Path, strength: float) -> None:
@@ -38,48 +20,50 @@ def write_trace(folder: Path, strength: float) -> None:
     write_layers(folder, {layer: rows for layer, (rows, _) in enumerate(layers)})
 
 
-def test_a_placement_is_written(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def words(tmp_path: Path) -> list[object]:
+    """Placement for OLMoE's router (top-8 of 64 experts) in two layers, to placement.json."""
+    fields = yaml.safe_load((CONFIGS / "models" / "olmoe_1b_7b.yaml").read_text())
+    path = tmp_path / "model.yaml"
+    path.write_text(yaml.safe_dump(fields | {"num-layers": 2}))
+    files = ["--trace", tmp_path / "trace", "--model", path, "--cluster", "a800_2x8_ib200"]
+    return ["place", *files, "--out", tmp_path / "placement.json"]
+
+
+def test_a_placement_is_written(tmp_path: Path, words: list[object], monta: Monta) -> None:
     write_trace(tmp_path / "trace", strength=3.0)
     out = tmp_path / "placement.json"
-    words = ("--trace", tmp_path / "trace", "--model", model, "--cluster", CLUSTER, "--out", out)
-    status, document, error = place(capsys, *words)
-    assert (status, document["refused"]) == (0, None)
-    assert error == f"monta place: wrote {out}\n"
-    assert json.loads(out.read_text()) == document
+    status, printed, error = monta(*words, "--json")
+    assert (status, error) == (0, f"monta place: wrote {out}\n")
+    document = json.loads(printed)
+    assert json.loads(out.read_text()) == document and document["refused"] is None
     before, after = (document["copies_per_token"][when] for when in ("before", "after"))
     for part, uniform in document["copies_per_token"]["uniform"].items():
         assert after[part] < 0.8 * before[part] and before[part] == pytest.approx(uniform, rel=0.1)
     gains = [100 * (1 - after[part] / before[part]) for part in after]
     assert document["gain_pct"] == pytest.approx(max(gains))
-    assert {layer: sorted(order) for layer, order in document["placement"].items()} == {
-        "0": list(range(64)),
-        "1": list(range(64)),
-    }
+    placement = {layer: sorted(order) for layer, order in document["placement"].items()}
+    assert placement == {"0": list(range(64)), "1": list(range(64))}
     loads = [layer["after"]["load"] for layer in document["layers"].values()]
     assert max(loads) < 1.25, "1.1 for the tokens that it was made from"
-    status, _, error = place(capsys, *words)
-    assert (status, error) == (2, f"monta place: --out: got {out}, must not exist\n")
+    assert monta.refusal(*words) == f"monta place: --out: got {out}, must not exist"
 
 
 def test_uniform_traces_have_no_placement(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, words: list[object], monta: Monta
 ) -> None:
     write_trace(tmp_path / "trace", strength=0.0)
-    out = tmp_path / "placement.json"
-    words = ("--trace", tmp_path / "trace", "--model", model, "--cluster", CLUSTER, "--out", out)
-    status, document, error = place(capsys, *words)
-    assert status == 0 and not out.exists()
+    status, printed, error = monta(*words, "--json")
+    assert (status, error) == (0, f"monta place: {tmp_path / 'placement.json'} is not written\n")
+    document = json.loads(printed)
     assert document["gain_pct"] < 3 and "must be at least 3%" in document["refused"]
-    assert error == f"monta place: {out} is not written\n"
-    assert main(["place", *map(str, words)]) == 0
-    table = capsys.readouterr().out
+    assert not (tmp_path / "placement.json").exists()
+    _, table, _ = monta(*words)
     assert "uniform" in table and document["refused"] in table
 
 
 def test_a_load_that_exists_today_is_allowed(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, words: list[object], monta: Monta
 ) -> None:
     """Every token goes to one expert of 64: its rank gets twice the mean, wherever it lies."""
     rows = planted_routing(64, 16, 2, NUM_TOKENS, 3.0, 0)[0]
@@ -88,50 +72,33 @@ def test_a_load_that_exists_today_is_allowed(
     hot[:, 0] = True
     hot[np.arange(len(hot)), 1 + (hot * scores)[:, 1:].argmax(1)] = rows[:, 0]
     write_layers(tmp_path / "trace", {0: rows, 1: hot})
-    words = ("--trace", tmp_path / "trace", "--model", model, "--cluster", CLUSTER)
-    _, document, _ = place(capsys, *words)
-    before, after = (document["layers"]["1"][when] for when in ("before", "after"))
+    status, printed, _ = monta(*words, "--json")
+    assert status == 0
+    before, after = (json.loads(printed)["layers"]["1"][when] for when in ("before", "after"))
     assert before["load"] > 2 and after["load"] < 1.1 * before["load"]
     assert after["rank"] < 0.9 * before["rank"]
 
 
-GOOD = {"model": "toy", "num_experts": 4, "placement": {"0": [1, 0, 2, 3]}}
+PLACEMENTS: dict[str, dict[int | str, list[int]]] = {
+    "good": {0: [1, 0, 2, 3]},
+    "twice": {0: [1, 1, 2, 3]},
+    "name": {"first": [1, 0, 2, 3]},
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--trace {trace} {files} --undo", "--undo: got True, must be left out with --trace"),
-        ("--trace {trace} {files} --ep 3", "ep: got 3, must divide num-experts"),
-        ("--trace {trace} {files} --ep 64", "--ep: got 64 at --etp 1, must be at most the 16"),
-        ("--trace {trace} {files} --pp 3", "--pp: got 3, must divide the 1 ranks"),
-        ("--trace {configs} {files}", "must be a folder with router_trace_rank*.jsonl"),
-        ("--apply {trace} --placement {good}", "--out: not given, must be with --apply"),
-        ("--apply {trace} --placement {good} --out new", "torch_dist; there is no .metadata in"),
-        ("--apply {trace} --placement {twice} --out new", "must hold each expert from 0 to 3 once"),
-        ("--apply {trace} --placement {name} --out new", "must be a file that `monta place --out`"),
-        (
-            "--apply {trace} --placement {empty} --out new",
-            "must be a file that `monta place --out`",
-        ),
-    ],
-)
-def test_bad_input_is_one_line(
-    words: str, says: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_trace(tmp_path / "trace", strength=3.0)
-    names = {"trace": tmp_path / "trace", "configs": CONFIGS, "model": model}
-    names["files"] = f"--model {model} --cluster {CLUSTER} --out {tmp_path}/new"  # type: ignore[assignment]
-    for name, content in {
-        "good": GOOD,
-        "twice": GOOD | {"placement": {"0": [1, 1, 2, 3]}},
-        "name": GOOD | {"placement": {"first": [1, 0, 2, 3]}},
-        "empty": {},
-    }.items():
-        names[name] = tmp_path / f"{name}.json"
-        names[name].write_text(json.dumps(content))
+@pytest.mark.usefixtures("words")
+def test_bad_input(tmp_path: Path, monta: Monta, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    write_trace(Path("trace"), strength=3.0)
+    Path("empty.json").write_text("{}")
+    for name, placement in PLACEMENTS.items():
+        content = {"model": "toy", "num_experts": 4, "placement": placement}
+        Path(f"{name}.json").write_text(json.dumps(content))
     before = sorted(tmp_path.rglob("*"))
-    status, _, error = place(capsys, *words.format(**names).split())
-    assert status == 2 and says in error
-    assert error.count("\n") == 1
+
+    def answer(words: str) -> str:
+        return monta.refusal(*words.split()).replace(f"{tmp_path}/", "")
+
+    golden.check_session(Path(__file__).with_name("bad_input.txt"), answer)
     assert sorted(tmp_path.rglob("*")) == before

@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from planted import planted_routing
 
 from monta_megatron.planner.routing import UniformRouting
@@ -103,13 +105,28 @@ def test_groups_of_the_router_stay_together(
     )
 
 
-def test_uniform_copies_are_those_of_occult() -> None:
-    """Top-8 of 64 experts on 4 ranks: 3.66 by the formula; Occult reports 3.68 for a trace."""
-    uniform = UniformRouting(num_experts=64, topk=8).hits(4).sum()
-    assert uniform == pytest.approx(3.66, abs=0.005)
-    routing_TE, _ = planted_routing(64, 4, 1, 20000, 0.0, 0)
-    # Standard error of the mean below 0.004.
-    assert copies_per_token(routing_TE, 4) == pytest.approx(uniform, abs=0.02)
+@pytest.mark.parametrize(
+    ("num_groups", "group_topk", "copies"), [(None, None, 3.66), (4, 2, 2.0), (4, 1, 1.0)]
+)
+def test_copies_of_megatron_s_router_are_those_of_occult(
+    num_groups: int | None, group_topk: int | None, copies: float
+) -> None:
+    """Top-8 of 64 experts on 4 ranks, where a group of the router may be a rank.
+
+    Occult (arXiv 2505.13345) reports 3.68 copies of a token for a trace, 1.98 and 1.0 where it is
+    pruned to two ranks and one.
+    """
+    logits = torch.randn(20_000, 64, generator=torch.Generator().manual_seed(0))
+    _, routing_map = topk_routing_with_score_function(
+        logits, 8, num_groups=num_groups, group_topk=group_topk
+    )
+    # A token's copies deviate by about 0.5, their mean by 0.004; and 3.66 and 2.00 are rounded.
+    assert copies_per_token(routing_map.numpy(), 4) == pytest.approx(copies, abs=0.02)
+    # The planner's expectation: groups are drawn there, and chosen by their best experts here.
+    uniform = UniformRouting(
+        num_experts=64, topk=8, num_groups=num_groups or 1, group_topk=group_topk or 1
+    )
+    assert uniform.hits(4).sum() == pytest.approx(copies, abs=0.02)
 
 
 def test_inverse_of_a_placement() -> None:

@@ -1,12 +1,8 @@
 """Clusters and shapes that the tests of this folder share."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from monta_megatron.cli import main
 from monta_megatron.common.units import Rate
 from monta_megatron.core import Layout, Routing, Shape
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
@@ -26,13 +22,6 @@ INSTANT = HostCosts(
     stage_us=0.0,
     source="by hand",
 )
-
-
-def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """What a command prints with --json."""
-    assert main([*words, "--json"]) == 0
-    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return printed
 
 
 def link(gbytes_per_s: float, start_us: float = 0.0) -> Link:

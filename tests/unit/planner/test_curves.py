@@ -32,20 +32,9 @@ def cluster(*curves: Curve, **fields: Any) -> Cluster:
     return cluster_of(*links, **{"ranks": 4, "nics": 4, "curves": curves, **fields})
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "us"),
-    [
-        (1_000, 20),
-        (10_000, 40),
-        (100_000, 220),
-        (5_500, 30),
-    ],
-)
-def test_straight_from_point_to_point(num_bytes: float, us: float) -> None:
-    assert curve().time_us(num_bytes) == pytest.approx(us)
-
-
-def test_a_line_beyond_the_ends() -> None:
+def test_straight_from_point_to_point_and_beyond_the_ends() -> None:
+    for num_bytes, us in ((1_000, 20), (10_000, 40), (100_000, 220), (5_500, 30)):
+        assert curve().time_us(num_bytes) == pytest.approx(us)
     # Exactly 10 us + bytes / 500: the line goes on.
     sizes = (1_000, 2_000, 4_000, 8_000, 16_000)
     straight = curve(sizes_bytes=sizes, times_us=tuple(10 + size / 500 for size in sizes))
@@ -136,59 +125,53 @@ def test_rows_are_read_as_they_are_written() -> None:
         assert again.times_us == pytest.approx(row.times_us, rel=1e-11)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_bad_row_is_refused() -> None:
+    for text in (
         *("", "alltoall network 8", "alltoall network 8 1:1", "alltoall network 8 1:1 2"),
         *("alltoall inter 8 1:1 2:2", "alltoall memory 8 1:1 2:2", "copy network 1 1:1 2:2"),
         *("send network 8 1:1 2:2", "alltoall network 8 2:1 1:2", "copy memory 1 1:0 2:2"),
         *("copy memory 1 1:nan 2:2", "copy memory x 1:1 2:2", "copy memory 1 1.5:1 2:2"),
-    ],
-)
-def test_a_bad_row_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
-        Curve.from_text(text)
+    ):
+        with pytest.raises(ValueError):
+            Curve.from_text(text)
 
 
-def published_rows() -> list[dict[str, str]]:
+def published_points() -> dict[tuple[str, str, int], list[tuple[int, float]]]:
+    """(GPU, operation, ranks) -> (bytes, us) of the published table."""
     lines = PUBLISHED.read_text(encoding="utf-8").splitlines()
-    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    points: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
+    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+        key = row["gpu"], row["operation"], int(row["ranks"])
+        points.setdefault(key, []).append((int(row["bytes"]), float(row["us"])))
+    return points
 
 
 def test_published_curves_are_those_of_the_table_to_the_digit() -> None:
     """A table counts the part that a rank keeps, of which 1 / ranks; no chain reduces in one."""
-    rows = [row for row in published_rows() if row["operation"] in OPERATIONS]
-    curves = {
-        (gpu, each.operation, each.group_size): each
-        for gpu, of_gpu in published_curves().items()
-        for each in of_gpu
+    table = {
+        (gpu, OPERATIONS[operation], ranks): [
+            (size * (ranks - 1) // ranks, us) for size, us in points
+        ]
+        for (gpu, operation, ranks), points in published_points().items()
+        if operation in OPERATIONS
     }
-    assert len(rows) == 2 * 2 * 3 * 21 == sum(len(each.sizes_bytes) for each in curves.values())
-    for row in rows:
-        ranks, size = int(row["ranks"]), int(row["bytes"])
-        each = curves[row["gpu"], OPERATIONS[row["operation"]], ranks]
-        place = each.sizes_bytes.index(size * (ranks - 1) // ranks)
-        assert each.times_us[place] == float(row["us"])
-    cluster = preset("h100_8x_ndr")
+    assert [len(points) for points in table.values()] == 2 * 2 * 3 * [21]
+    assert table == {
+        (gpu, each.operation, each.group_size): [*zip(each.sizes_bytes, each.times_us, strict=True)]
+        for gpu, curves in published_curves().items()
+        for each in curves
+    }
     # 8 ranks, 64 MiB each, of which 7/8 leave a rank.
-    (row,) = (
-        row
-        for row in rows
-        if (row["gpu"], row["operation"], row["ranks"], row["bytes"])
-        == ("H100-80GB-HBM3", "alltoall", "8", str(2**26))
-    )
-    assert cluster.time_us("alltoall", "intra", 7 * 2**23, 8) == pytest.approx(float(row["us"]))
+    us = dict(published_points()["H100-80GB-HBM3", "alltoall", 8])[2**26]
+    found_us = preset("h100_8x_ndr").time_us("alltoall", "intra", 7 * 2**23, 8)
+    assert found_us == pytest.approx(us)
 
 
 def test_published_curves_predict_sizes_that_are_left_out() -> None:
     """Every second size from its neighbours, from 256 KiB on: all GPUs, operations and ranks."""
-    by_curve: dict[tuple[str, ...], list[tuple[int, float]]] = {}
-    for row in published_rows():
-        key = row["gpu"], row["operation"], row["ranks"]
-        by_curve.setdefault(key, []).append((int(row["bytes"]), float(row["us"])))
-    assert len(by_curve) == 2 * 3 * 3
+    assert len(published_points()) == 2 * 3 * 3
     errors = []
-    for points in by_curve.values():
+    for points in published_points().values():
         for first in (0, 1):
             sizes, times = zip(*points[first::2], strict=True)
             left = curve(sizes_bytes=sizes, times_us=times)

@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 
 import pytest
 from clusters import CONFIGS, layout_of, preset, shape_of
@@ -32,7 +33,7 @@ A800 = preset("a800_2x8_ib200").with_kernels(fused=False)
 H100 = preset("h100_8x_ndr").with_kernels(fused=False)
 GB200 = preset("gb200_nvl72").with_kernels(fused=False)
 
-Choose = Callable[[float], Plan]
+SLOWER_AND_SLOWER = [1e3, 4, 2, 1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64]
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 
@@ -56,20 +57,9 @@ def paper_shape(tokens: int = 1024) -> Shape:
     return shape_of_preset("monta_2x70b", 2, 8, tokens)
 
 
-def with_overhead(cluster: Cluster, ratio: float) -> Cluster:
-    """Starting anything takes `ratio` times as long."""
-    curves = {"network": cluster.network, "node_link": cluster.node_link, "memory": cluster.memory}
-    starts = {
-        name: replace(link, start_us=link.start_us * ratio)
-        for name, link in curves.items()
-        if link is not None
-    }
-    host = {
-        entry.name: ratio * getattr(cluster.host, entry.name)
-        for entry in fields(cluster.host)
-        if entry.name.endswith("_us")
-    }
-    return replace(cluster, **starts, host=replace(cluster.host, **host))
+def on_host(cluster: Cluster, speed: float) -> Cluster:
+    """On a host that takes 1 / `speed` of the time for whatever it starts."""
+    return replace(cluster, host=replace(cluster.host, speed=speed, range=None))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -91,18 +81,6 @@ def test_known_choices(fused: bool) -> None:
     assert found.stock_us is not None and found.stock_us > 1.5 * found.predicted_us
 
 
-def assert_flips_once(values: Sequence[float], choose: Choose, first: str, last: str) -> None:
-    """`first` up to some value, `last` from the next one on, and their times cross in between."""
-    plans = [choose(value) for value in values]
-    names = [found.chain for found in plans]
-    flip = names.index(last)
-    assert names == [first] * flip + [last] * (len(names) - flip) and flip > 0, names
-    for index, found in enumerate(plans):
-        first_us, last_us = (found.best[name].predicted_us or 0 for name in (first, last))
-        is_first = first_us <= last_us
-        assert is_first == (index < flip), f"at {values[index]}"
-
-
 @no_margin
 @pytest.mark.parametrize(
     ("values", "choose", "first", "last"),
@@ -121,12 +99,10 @@ def assert_flips_once(values: Sequence[float], choose: Choose, first: str, last:
             "hierarchical_alltoall",
             "alltoall_dedup",
         ),
-        # Overhead: serial.
+        # A slower host: serial.
         (
-            [0, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64],
-            lambda ratio, chains: plan(
-                paper_shape(), with_overhead(A800, ratio), chains=chains, num_chunks=(4,)
-            ),
+            SLOWER_AND_SLOWER,
+            lambda speed, chains: plan(paper_shape(), on_host(A800, speed), chains=chains),
             "alltoall_allgather",
             "alltoall",
         ),
@@ -135,21 +111,21 @@ def assert_flips_once(values: Sequence[float], choose: Choose, first: str, last:
 def test_choices_flip_once(
     values: list[float], choose: Callable[..., Plan], first: str, last: str
 ) -> None:
-    assert_flips_once(values, lambda value: choose(value, (first, last)), first, last)
+    """`first` up to some value, `last` from the next one on."""
+    names = [choose(value, (first, last)).chain for value in values]
+    flip = names.index(last)
+    assert names == [first] * flip + [last] * (len(names) - flip) and flip > 0
 
 
 @no_margin
-def test_bytes_take_more_chunks_and_overhead_fewer() -> None:
+def test_bytes_take_more_chunks_and_a_slow_host_fewer() -> None:
     only = ("hierarchical_alltoall",)
     chunks = [
         plan(shape_of(16, tokens=2**power), A800, chains=only).num_chunks
         for power in range(0, 17, 2)
     ]
     assert chunks == sorted(chunks) and chunks[0] == 1 and chunks[-1] == 8
-    chunks = [
-        plan(paper_shape(), with_overhead(A800, ratio)).num_chunks
-        for ratio in (0, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
-    ]
+    chunks = [plan(paper_shape(), on_host(A800, speed)).num_chunks for speed in SLOWER_AND_SLOWER]
     assert chunks == sorted(chunks, reverse=True) and chunks[0] > 1 and chunks[-1] == 1
 
 
@@ -204,18 +180,9 @@ def test_stages_add_up_to_the_candidate() -> None:
 
 
 def test_uneven_nodes_have_no_rails() -> None:
-    # EP 3 on nodes of 2: no rails, the flat chains remain.
+    # EP 3 on nodes of 2: the flat chains remain.
     uneven = plan(shape_of(3, ranks_per_node=2, num_experts=12, topk=2), A800)
     assert uneven.chain in ("alltoall", "alltoall_allgather", "alltoall_dedup", "allgather")
-
-
-def test_one_chunk_wins_where_the_host_is_the_limit() -> None:
-    """A host of a hundredth of the speed: of 384 tokens no overlap wins back a chunk."""
-    shape = shape_of(16, tokens=384)
-    slow = replace(H100, host=replace(H100.host, speed=0.01, range=None))
-    assert (plan(shape, slow).chain, plan(shape, slow).num_chunks) == ("alltoall", 1)
-    instant = replace(H100, host=replace(H100.host, speed=1e3, range=None))
-    assert plan(shape, instant).num_chunks > 1
 
 
 def test_no_tokens_at_all_can_be_planned() -> None:
@@ -224,20 +191,8 @@ def test_no_tokens_at_all_can_be_planned() -> None:
 
 def test_the_hash_of_a_rule_is_the_same_in_every_process() -> None:
     rule = {"chain": "auto", "chains": ["alltoall", "allgather"], "num_chunks": [1, 2]}
-    code = f"from monta_megatron.common.rules import hash_of; print(hash_of({rule!r}))"
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-            env={"PYTHONHASHSEED": seed},
-        ).stdout.strip()
-        for seed in ("0", "1")
-    }
-    assert outputs == {str(hash_of(rule))} and 0 <= hash_of(rule) < 2**63
-    assert hash_of({**rule, "num_chunks": [1]}) != hash_of(rule)
+    assert hash_of(rule) == 1473157277087299364
+    assert hash_of({**rule, "num_chunks": [1]}) == 8741691593689968669
 
 
 # EP 256 on racks of 72: 32 ranks, 3 x 72, and 8.
@@ -263,24 +218,20 @@ def cpu_s(cache: Path, *command: str) -> tuple[float, str]:
         cache: for bytecode, which an installation has.
         command: of Python.
     """
-    timed = (
-        "import resource, subprocess, sys; run = subprocess.run(sys.argv[1:], check=True, "
-        "capture_output=True, text=True); sys.stderr.write(run.stderr); "
-        "print(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]))"
-    )
     environ = {name: value for name, value in os.environ.items() if name != NO_BYTECODE}
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", timed, sys.executable, *command],
+    times_s = []
+    for _ in range(4):
+        before_s = sum(getrusage(RUSAGE_CHILDREN)[:2])
+        run = subprocess.run(
+            [sys.executable, *command],
             check=True,
             capture_output=True,
             text=True,
             timeout=60,
             env={**environ, "PYTHONPYCACHEPREFIX": str(cache)},
         )
-        for _ in range(4)
-    ]
-    return min(float(run.stdout) for run in runs), runs[-1].stderr
+        times_s.append(sum(getrusage(RUSAGE_CHILDREN)[:2]) - before_s)
+    return min(times_s), run.stderr
 
 
 def test_a_plan_starts_without_torch(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from clusters import CONFIGS, INSTANT, cluster_of, document, link, preset, shape_of
+from clusters import CONFIGS, INSTANT, cluster_of, link, preset, shape_of
+from commands import Monta
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.units import Rate
@@ -31,6 +32,7 @@ A800 = preset("a800_2x8_ib200")
         ("1e-3 GB/s", 1e-3),
         ("200 Gbps", 25.0),
         ("200 Gbit/s", 25.0),
+        ("200G", 25.0),
     ],
 )
 def test_bits_and_bytes(text: str, gbytes_per_s: float) -> None:
@@ -39,24 +41,39 @@ def test_bits_and_bytes(text: str, gbytes_per_s: float) -> None:
     assert Rate.from_text(str(rate)) == rate
 
 
-@pytest.mark.parametrize("gbytes_per_s", [47.0, 0.03548355340483933, 1e-7, 1 / 3, 3350.0, 1e20])
-def test_a_rate_is_written_as_it_is_read(gbytes_per_s: float) -> None:
-    assert Rate.from_text(str(Rate(gbytes_per_s))) == Rate(gbytes_per_s)
+def test_a_rate_is_written_as_it_is_read() -> None:
+    for gbytes_per_s in (47.0, 0.03548355340483933, 1e-7, 1 / 3, 3350.0, 1e20):
+        assert Rate.from_text(str(Rate(gbytes_per_s))) == Rate(gbytes_per_s)
 
 
-def test_bits_taken_for_bytes_are_refused_in_a_file(tmp_path: Path) -> None:
+def test_without_a_unit_a_rate_is_of_a_network() -> None:
+    bits = Link(rate=Rate.from_text("200G"), source="x")
+    assert replace(A800, network=bits).time_us("alltoall", "inter", 25e9) == pytest.approx(1e6)
+    with pytest.raises(ValueError, match=r"node_link.rate: got 25 GB/s .* be a rate with its unit"):
+        replace(A800, node_link=bits)
+
+
+@pytest.mark.parametrize(
+    ("rates", "nics", "message"),
+    [
+        ((200.0, 450.0), 4, r"200 GB/s \(1,600 Gb/s\) .* at most 100 GB/s \(800 Gb/s\)"),
+        (
+            (100.0, 50.0),
+            8,
+            r"100 GB/s \(800 Gb/s\) for each rank, must be at most the 50 ",
+        ),
+    ],
+)
+def test_bits_taken_for_bytes_are_refused_in_a_file(
+    rates: tuple[float, float], nics: int, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(dump_cluster(cluster_of(link(200.0), link(450.0), link(1e3))))
-    with pytest.raises(ValueError, match=r"network.rate: got 200 GB/s .* must be at most"):
+    path.write_text(dump_cluster(cluster_of(*map(link, rates), link(1e3), nics=nics)))
+    with pytest.raises(ValueError, match=message):
         load_cluster(path)
-
-
-def test_every_plan_shows_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "--model", "olmoe_1b_7b", "--cluster", "h100_8x_ndr", "--world-size", "8"]
-    for flags in (["--ep", "8"], []):
-        rates = document(capsys, *command, *flags)["rates"]
-        assert list(rates) == ["inter", "intra", "memory"]
-        assert rates["inter"] == "47 GB/s (376 Gb/s)"
+    # With 4 interfaces for 8 ranks each rank's share is below the node link's rate.
+    path.write_text(dump_cluster(cluster_of(link(100.0), link(50.0), link(1e3), nics=4)))
+    load_cluster(path)
 
 
 def test_the_rate_of_curves_is_that_of_the_largest_size() -> None:
@@ -73,7 +90,7 @@ def test_the_rate_of_curves_is_that_of_the_largest_size() -> None:
     assert 0.667 < rates[0] / rates[1] < 0.7
 
 
-def test_a_price_has_the_range_of_the_published_rates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_price_has_the_range_of_the_published_rates(monta: Monta) -> None:
     cluster = preset("h100_8x_ndr")
     slow, fast = (cluster.at_end(end) for end in (0, 1))
     assert [
@@ -85,7 +102,7 @@ def test_a_price_has_the_range_of_the_published_rates(capsys: pytest.CaptureFixt
     assert measured.at_end(0) == measured.at_end(1)
 
     command = ["plan", "--model", "qwen3_235b_a22b", "--cluster", "h100_8x_ndr", "--tp", "2"]
-    planned = document(capsys, *command, "--world-size", "128", "--ep", "16", "--pp", "4")
+    planned = monta.document(*command, "--world-size", "128", "--ep", "16", "--pp", "4")
     low, high = planned["range_us"]
     assert low < planned["predicted_us"] < high
     low, high = planned["benefit"]["ratio_range"]

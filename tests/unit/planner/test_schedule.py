@@ -20,17 +20,19 @@ class Schedule(NamedTuple):
     launched_us: tuple[tuple[float, ...], ...]
     starts_us: tuple[tuple[float, ...], ...]
     ends_us: tuple[tuple[float, ...], ...]
-    total_us: float
+
+    @property
+    def total_us(self) -> float:
+        return max((us for ends in self.ends_us for us in ends), default=0.0)
 
 
 def simulate(stages: Sequence[Stage], factor: Factor, copies_block_host: bool = False) -> Schedule:
     """Run stages one after the other on each chunk, each on a stream or in a group of its own."""
     policy: Policy = "host" if copies_block_host else "streams"
-    num_chunks = len(stages[0].work.times_us) if stages else 0
     keys = sorted(
         (chunk + stage.depth, number, chunk)
         for number, stage in enumerate(stages)
-        for chunk in range(num_chunks)
+        for chunk in range(len(stage.work.times_us))
     )
     numbers = {(stage, chunk): at for at, (_, stage, chunk) in enumerate(keys)}
     needs = [[] if stage == 0 else [numbers[stage - 1, chunk]] for _, stage, chunk in keys]
@@ -52,32 +54,27 @@ def simulate(stages: Sequence[Stage], factor: Factor, copies_block_host: bool = 
         for each in with_waits(operations, needs, policy)
     ]
     found = program_schedule.simulate(tasks, factor)
-    by_stage = [
-        [found[numbers[stage, chunk]] for chunk in range(num_chunks)]
-        for stage in range(len(stages))
-    ]
     return Schedule(
         *(
-            tuple(tuple(getattr(times, field) for times in row) for row in by_stage)
+            tuple(
+                tuple(
+                    getattr(found[numbers[number, chunk]], field)
+                    for chunk in range(len(stage.work.times_us))
+                )
+                for number, stage in enumerate(stages)
+            )
             for field in ("launched_us", "start_us", "end_us")
-        ),
-        total_us=max((times.end_us for times in found), default=0.0),
+        )
     )
 
 
-def works_of(stages: Sequence[Stage]) -> list[Work]:
-    return [stage.work for stage in stages]
-
-
 def lower_bound_us(works: Sequence[Work]) -> float:
-    """A time that no schedule beats: the busiest resource, the host, the longest stage."""
-    bounds = [sum(work.launch_us * len(work.times_us) for work in works)]
-    for resource in RESOURCES:
-        times = [sum(work.times_us) for work in works if work.resource == resource]
-        if times:
-            # Operations on one resource share it.
-            bounds.append(sum(times))
-    return max(bounds)
+    """A time that no schedule beats: the busiest resource, whose operations share it, the host."""
+    busy_us = {
+        resource: sum(sum(work.times_us) for work in works if work.resource == resource)
+        for resource in RESOURCES
+    }
+    return max(*busy_us.values(), sum(work.launch_us * len(work.times_us) for work in works))
 
 
 def free(first: Resource, second: Resource) -> float:
@@ -230,8 +227,9 @@ def test_between_the_busiest_resource_and_one_after_the_other(copies_block_host:
         stages = random_works(draw, launches=case % 2 == 0)
         factor = random_factor(draw)
         total_us = simulate(stages, factor, copies_block_host).total_us
-        assert total_us >= lower_bound_us(works_of(stages)) * (1 - 1e-9)
-        assert total_us <= sum(work.alone_us for work in works_of(stages)) * (1 + 1e-9)
+        works = [stage.work for stage in stages]
+        assert total_us >= lower_bound_us(works) * (1 - 1e-9)
+        assert total_us <= sum(work.alone_us for work in works) * (1 + 1e-9)
 
 
 def test_nothing_to_do() -> None:

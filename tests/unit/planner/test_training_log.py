@@ -1,14 +1,12 @@
 """`monta plan --log`: logs of every kind are read, and the share of the exchange is said."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from clusters import document
+from commands import Monta
 from training_logs import QWEN3_30B, TRAINING, arguments_block, iteration_lines, training_log
 
-from monta_megatron.cli import main
 from monta_megatron.planner.models.model import model_of
 from monta_megatron.tools.plan.request import PlanRequest
 from monta_megatron.tools.plan.training_log import TrainingLog, read_training_log
@@ -27,18 +25,12 @@ def read(folder: Path, text: str) -> TrainingLog:
     return read_training_log(write(folder, text))
 
 
-def request(log: TrainingLog) -> PlanRequest:
-    return log.request(PlanRequest(model="", cluster=""))
-
-
-def test_the_plan_of_a_log_is_that_of_its_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_of_a_log_is_that_of_its_model(tmp_path: Path, monta: Monta) -> None:
     path = write(tmp_path, training_log(ON_16, 9000.0))
-    of_log = document(capsys, "plan", "--log", str(path), *CLUSTER)
+    of_log = monta.document("plan", "--log", str(path), *CLUSTER)
     words = ["plan", "--model", "qwen3_30b_a3b", *CLUSTER, "--world-size", "16", "--ep", "16"]
     given = ["--global-batch-size", "256", "--iteration-ms", "9000"]
-    of_preset = document(capsys, *words, *given)
+    of_preset = monta.document(*words, *given)
     for name in of_preset.keys() - {"notes"}:
         assert of_log[name] == of_preset[name], name
     # 48 layers, and 16 micro-batches of each of 16 data parallel ranks.
@@ -54,60 +46,41 @@ def test_the_dispatcher_that_ran(tmp_path: Path, said: dict[str, str]) -> None:
     assert log.iteration_ms == pytest.approx(9000.0, rel=1e-3)
 
 
-def test_nodes_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_are_those_of_the_run(tmp_path: Path, monta: Monta) -> None:
     """4 ranks share a node link: 16 ranks are 4 nodes."""
     path = write(tmp_path, training_log({**ON_16, "moe_monta_ranks_per_node": 4}, 9000.0))
-    planned = document(capsys, "plan", "--log", str(path), *CLUSTER)
+    planned = monta.document("plan", "--log", str(path), *CLUSTER)
     assert planned["shape"]["layout"]["nodes"] == [rank // 4 for rank in range(16)]
 
 
-LABELS: dict[str, Callable[[str], str]] = {
-    "srun": lambda line: f"12: {line}",
-    "torchrun": lambda line: f"[default0]:{line}",
-    "mpirun": lambda line: f"[1,0]<stdout>:{line}",
-    "kubernetes": lambda line: f"2026-01-01T10:00:00.123456789Z stdout F {line}",
-    "ray": lambda line: (
-        f"\x1b[36m(MegatronActor pid=12, ip=10.0.0.1)\x1b[0m {line} [repeated 3x across cluster]"
-    ),
-    "clock": lambda line: f"2026-01-01 10:00:00,123 [rank0] {line}",
-    "colours": lambda line: f"\x1b[32m{line}\x1b[0m",
-    "windows": lambda line: f"{line}\r",
+LABELS = {
+    "srun": "12: {}",
+    "torchrun": "[default0]:{}",
+    "mpirun": "[1,0]<stdout>:{}",
+    "kubernetes": "2026-01-01T10:00:00.123456789Z stdout F {}",
+    "ray": "\x1b[36m(MegatronActor pid=12, ip=10.0.0.1)\x1b[0m {} [repeated 3x across cluster]",
+    "clock": "2026-01-01 10:00:00,123 [rank0] {}",
+    "colours": "\x1b[32m{}\x1b[0m",
+    "windows": "{}\r",
 }
 
 
-@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("label", LABELS.values(), ids=LABELS)
 def test_labels_in_front_of_lines(tmp_path: Path, label: str) -> None:
-    plain = read(tmp_path, training_log(ON_16, 9000.0))
-    lines = training_log(ON_16, 9000.0).splitlines()
-    labelled = read(tmp_path, "\n".join(map(LABELS[label], lines)))
+    text = training_log(ON_16, 9000.0)
+    plain, labelled = (
+        read(tmp_path, each) for each in (text, "\n".join(map(label.format, text.splitlines())))
+    )
     assert labelled.times_ms == plain.times_ms
     assert labelled.arguments == plain.arguments
 
 
-def test_a_log_without_a_world_size(tmp_path: Path) -> None:
+def test_a_log_without_a_world_size(tmp_path: Path, monta: Monta) -> None:
     settings = {**TRAINING, **QWEN3_30B, "expert_model_parallel_size": 4}
     lines = [*arguments_block(settings), *iteration_lines([9.0] * 3)]
-    write(tmp_path, "\n".join(lines))
-    words = ["plan", "--log", str(tmp_path / "train.log"), *CLUSTER]
-    assert (main(words), main([*words, "--world-size", "8"])) == (2, 0)
-
-
-def test_a_configuration_as_yaml(tmp_path: Path) -> None:
-    """As Megatron Bridge prints it."""
-    settings = {**TRAINING, **ON_16, "gated_linear_unit": True}
-    settings["num_moe_experts"] = settings.pop("num_experts")
-    for key in ("group_query_attention", "swiglu", "untie_embeddings_and_output_weights"):
-        del settings[key]
-    config = [f"    {name}: {'null' if v is None else v}" for name, v in settings.items()]
-    log = read(tmp_path, "\n".join(["model:", *config, *iteration_lines([9.0, 3.0, 4.0, 5.0])]))
-    plain = read(tmp_path, training_log(ON_16, 9000.0))
-    for name in ("num-experts", "swiglu", "group-query-attention", "num-query-groups"):
-        assert log.arguments[name] == plain.arguments[name]
-    sizes = ("world_size", "tp", "ep", "etp", "cp", "pp", "global_batch_size")
-    for size in sizes:
-        assert getattr(request(log), size) == getattr(request(plain), size)
-    # Without the first one, in which everything starts.
-    assert log.iteration_ms == 4.0
+    words = ["plan", "--log", write(tmp_path, "\n".join(lines)), *CLUSTER]
+    assert monta.refusal(*words)
+    assert monta(*words, "--world-size", "8")[0] == 0
 
 
 # As Megatron Bridge prints them: its whole configuration, and what differs from defaults.
@@ -119,20 +92,24 @@ BRIDGE, SUMMARY = (
 
 @pytest.mark.parametrize("label", ["", "[default0]:", "0: "])
 @pytest.mark.parametrize("printed", [BRIDGE, SUMMARY, BRIDGE + SUMMARY])
-def test_configurations_of_bridge(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], label: str, printed: str
-) -> None:
+def test_configurations_of_bridge(tmp_path: Path, monta: Monta, label: str, printed: str) -> None:
     """Keys of the model and the training alone, lists, and values beside their defaults."""
-    lines = [*printed.splitlines(), *iteration_lines([9.0, 3.0, 4.0])]
+    # The first one, in which everything starts, does not count.
+    lines = [*printed.splitlines(), *iteration_lines([9.0, 3.0, 4.0, 5.0])]
     path = write(tmp_path, "\n".join(f"{label}{line}" for line in lines))
     log = read_training_log(path)
     model = model_of(log.arguments, "a", "b")
     assert model.moe_layers == (False, True, True)
     assert (model.hidden_size, model.value_bytes, model.micro_batch_size) == (64, 2, 1)
-    assert log.arguments["untie-embeddings-and-output-weights"] is True
-    assert log.arguments["decoder-first-pipeline-num-layers"] == "2"
-    assert main(["plan", "--log", str(path), *CLUSTER, "--world-size", "16"]) == 0
-    assert "4 ms by flex, whose exchange has no price" in " ".join(capsys.readouterr().out.split())
+    for name in ("swiglu", "group-query-attention", "untie-embeddings-and-output-weights"):
+        assert log.arguments[name] is True
+    for name in ("decoder-first-pipeline-num-layers", "num-query-groups"):
+        assert log.arguments[name] == "2"
+    request = log.request(PlanRequest(model="", cluster="", world_size=16))
+    assert (request.tp, request.ep, request.global_batch_size) == (1, 16, 64)
+    assert log.iteration_ms == 4.0
+    _, planned, _ = monta("plan", "--log", path, *CLUSTER, "--world-size", "16")
+    assert "4 ms by flex, whose exchange has no price" in " ".join(planned.split())
 
 
 def test_restarts_and_cut_lines(tmp_path: Path) -> None:
@@ -152,13 +129,10 @@ def test_keys_of_other_sections_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\x1f\x8b\x08\x00rest", b'{"log":"iteration 1/ 2 |"}\n', b""])
-def test_no_log_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
-) -> None:
+def test_no_log_is_one_line(tmp_path: Path, monta: Monta, content: bytes) -> None:
     path = tmp_path / "train.log"
     path.write_bytes(content)
-    assert main(["plan", "--log", str(path), *CLUSTER]) == 2
-    error = capsys.readouterr().err.strip()
+    error = monta.refusal("plan", "--log", path, *CLUSTER)
     assert error.startswith(f"monta plan: --log: {path}: holds no `iteration N/ M | ... elapsed")
     assert error.endswith(
         "must be the text, not packed, that Megatron-LM or Megatron Bridge printed"
@@ -166,9 +140,7 @@ def test_no_log_is_one_line(
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_damaged_logs_give_one_line_or_a_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
-) -> None:
+def test_damaged_logs_give_one_line_or_a_plan(tmp_path: Path, monta: Monta, seed: int) -> None:
     draw = random.Random(seed)
     lines = training_log(ON_16, 9000.0).splitlines()
     for _ in range(draw.randrange(1, 12)):
@@ -183,8 +155,5 @@ def test_damaged_logs_give_one_line_or_a_plan(
             case 3:
                 lines[place] += draw.choice(["\0", "\x1b[", "é", " iteration 3/ 4 |", "." * 5000])
     path = write(tmp_path, "\n".join(lines))
-    status = main(["plan", "--log", str(path), *CLUSTER])
-    printed = capsys.readouterr()
-    assert status in (0, 2)
-    if status == 2:
-        assert printed.out == "" and len(printed.err.strip().splitlines()) == 1
+    status, printed, error = monta("plan", "--log", path, *CLUSTER)
+    assert status == 0 or (status, printed, error.count("\n")) == (2, "", 1)

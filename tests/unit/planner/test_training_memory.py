@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from clusters import CONFIGS, document, preset
+from clusters import CONFIGS, preset
+from commands import Monta
 
-from monta_megatron.cli import main
+from monta_megatron.common.units import bytes_of_gb
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
@@ -38,34 +39,31 @@ def test_what_is_held_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed_bytes", "available_bytes", "fits"),
-    [(72e9, 80e9, True), (72.1e9, 80e9, False), (900e9, None, True), (None, 80e9, True)],
+    ("needed_gb", "available_gb", "fits"),
+    [(72.0, 80, True), (72.1, 80, False), (900.0, None, True), (None, 80, True)],
 )
 def test_a_tenth_of_the_memory_is_left_free(
-    needed_bytes: float | None, available_bytes: float | None, fits: bool
+    needed_gb: float | None, available_gb: float | None, fits: bool
 ) -> None:
-    memory = TrainingMemory(needed_bytes=needed_bytes, available_bytes=available_bytes)
+    memory = TrainingMemory(
+        needed_bytes=bytes_of_gb(needed_gb), available_bytes=bytes_of_gb(available_gb)
+    )
     assert memory.fits is fits and memory.document()["fits"] is fits
     assert ("does not fit" in memory.text) is not fits
 
 
-def test_a_named_layout_that_does_not_fit_is_planned_and_said(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_named_layout_that_does_not_fit_is_planned_and_said(monta: Monta) -> None:
     """The state of 235 billion parameters on 16 ranks."""
-    memory = document(capsys, *COMMAND, "--world-size", "16", "--ep", "16")["memory"]
+    memory = monta.document(*COMMAND, "--world-size", "16", "--ep", "16")["memory"]
     assert not memory["fits"] and memory["needed_bytes"] > 309e9 > memory["available_bytes"]
 
 
-def test_no_layout_that_does_not_fit_is_ranked(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_no_layout_that_does_not_fit_is_ranked(monta: Monta, tmp_path: Path) -> None:
     words = [*COMMAND, "--world-size", "128", "--pp", "4"]
-    ranked = document(capsys, *words)["layouts"]
+    ranked = monta.document(*words)["layouts"]
     assert ranked and max(layout["needed_bytes"] for layout in ranked) <= 0.9 * 80e9
     data = yaml.safe_load((CONFIGS / "clusters" / "h100_8x_ndr.yaml").read_text())
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump({**data, "memory_gb_per_rank": 8}))
-    assert main([*words, "--cluster", str(path)]) == 2
-    said = capsys.readouterr().err
+    said = monta.refusal(*words, "--cluster", path)
     assert "no (tp, ep, etp) with cp 1 and pp 4 fits" in said and "10% of headroom" in said
