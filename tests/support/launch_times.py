@@ -28,8 +28,7 @@ from launch_counts import (
 from megatron.core.transformer.moe import token_dispatcher as stock
 
 from monta_megatron.common import torch_private
-from monta_megatron.exchange import count_messages, executor, operations, streams
-from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.exchange import collectives, count_messages, executor, operations, streams
 
 WARM_UP = 2
 # From when the counts are on the host to when it starts the first collective of dispatch: nothing
@@ -155,9 +154,10 @@ def _no_device(is_fused: bool, times: _Times) -> Iterator[None]:
     stream = _NoStream()
     inside = nullcontext()
     starts = {
-        "start_all_to_all": _zeroed(_start_all_to_all, times),
-        "start_all_gather": _zeroed(_start_all_gather, times),
+        name: _zeroed(getattr(collectives, name), times)
+        for name in ("start_all_to_all", "start_all_gather")
     }
+    of_lists = torch_private.start_all_to_all_of_lists
     streams._drawn.cache_clear()
     with ExitStack() as context:
         for patch in (
@@ -170,6 +170,14 @@ def _no_device(is_fused: bool, times: _Times) -> Iterator[None]:
                 current_device=lambda: torch.device("cpu"),
             ),
             mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
+            # A collective asks where its rows are.
+            mock.patch.object(torch.Tensor, "is_cuda", True),
+            # A fake group copies a message to itself, which has to fit.
+            mock.patch.object(
+                torch_private,
+                "start_all_to_all_of_lists",
+                lambda group, outputs, _: of_lists(group, outputs, outputs),
+            ),
             mock.patch.object(executor, "streams_for", streams.CudaStreams),
             mock.patch.multiple(operations, **starts),
             mock.patch.object(count_messages, "is_fused", lambda *_: is_fused),
@@ -178,32 +186,6 @@ def _no_device(is_fused: bool, times: _Times) -> Iterator[None]:
             context.enter_context(patch)
         yield
     streams._drawn.cache_clear()
-
-
-def _start_all_to_all(
-    output: torch.Tensor,
-    input_: torch.Tensor,
-    receive: list[int],
-    send: list[int],
-    group: PeerGroup,
-) -> Any:
-    """As on a device, where `collectives.start_all_to_all` asks where the rows are."""
-    return torch_private.start_all_to_all(group.process_group, output, input_, receive, send)
-
-
-def _start_all_gather(
-    output: torch.Tensor,
-    input_: torch.Tensor,
-    receive: list[int],
-    send: list[int],
-    group: PeerGroup,
-) -> Any:
-    """Likewise."""
-    if len(set(receive)) == 1:
-        return torch_private.start_all_gather(group.process_group, output, input_)
-    outputs = list(output.split(receive))
-    # A fake group copies a message to itself, which has to fit.
-    return torch_private.start_all_to_all_of_lists(group.process_group, outputs, outputs)
 
 
 def _zeroed(start: Any, times: _Times) -> Any:

@@ -6,7 +6,6 @@ Megatron's own permutation is replaced by its sizes, as its fused kernel would r
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -150,44 +149,29 @@ def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: str) -> None:
     assert f": {planned.predicted_us:,.0f} us, {planned.reason}" in why
 
 
-@pytest.mark.parametrize(
-    ("move", "message"),
-    [
-        (lambda counts: counts.cpu(), "a blocking copy to the host"),
-        (
-            lambda counts: torch.empty(counts.shape, dtype=counts.dtype).copy_(counts, True),
-            "a copy to the host of pageable memory",
-        ),
-        (lambda counts: counts[counts > 0], "index asks the device how much a mask selects"),
-    ],
-    ids=["blocking", "pageable", "mask"],
-)
-def test_a_copy_that_stops_the_host_is_found(move: Any, message: str) -> None:
+def test_a_copy_that_stops_the_host_is_found() -> None:
+    """`test_cuda_branch.py` has the other ways to stop it."""
     with (
-        pytest.raises(HostWaitsError, match=message),
+        pytest.raises(HostWaitsError, match="a blocking copy to the host"),
         a_layer("hierarchical_alltoall") as (made, routed, _),
         mock.patch.object(
-            count_sources, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
+            count_sources, "maybe_move_tensor_to_cpu", lambda counts, **_: counts.cpu()
         ),
     ):
         forward(made, routed)
 
 
-def test_a_copy_that_does_not_wait_for_the_counting_is_found() -> None:
-    with (
-        a_layer("hierarchical_alltoall") as (made, routed, device),
-        mock.patch.object(made.cuda_dtoh_stream, "wait_stream"),
-    ):
-        forward(made, routed)
-    assert {each.kind for each in device.recorder.findings} == {"race"}
-
-
-def test_counts_that_are_not_held_for_their_copy_are_found() -> None:
-    def move(tensor: torch.Tensor, record_stream: bool) -> torch.Tensor:
-        return stock.maybe_move_tensor_to_cpu(tensor)
-
+@pytest.mark.parametrize("kind", ["race", "reuse"])
+def test_a_copy_before_the_counting_or_of_memory_that_is_not_held_is_found(kind: str) -> None:
     with a_layer("hierarchical_alltoall") as (made, routed, device):
-        with mock.patch.object(count_sources, "maybe_move_tensor_to_cpu", move):
+        fault = mock.patch.object(made.cuda_dtoh_stream, "wait_stream")
+        if kind == "reuse":
+            fault = mock.patch.object(
+                count_sources,
+                "maybe_move_tensor_to_cpu",
+                lambda counts, **_: stock.maybe_move_tensor_to_cpu(counts),
+            )
+        with fault:
             forward(made, routed)
         made.joined_counts = None
-    assert {each.kind for each in device.recorder.findings} == {"reuse"}
+    assert {each.kind for each in device.recorder.findings} == {kind}
