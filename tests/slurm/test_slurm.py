@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import KILL_WAIT_S, Cluster, missing, processes_with, running_cluster
+from interrupts import processes_with
+from slurm_cluster import KILL_WAIT_S, Cluster, missing, running_cluster
 
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.tools.launch.start import START
@@ -124,11 +125,11 @@ def test_cancelled_job_leaves_no_process(slurm: Cluster, tmp_path: Path) -> None
         assert time.monotonic() < deadline, slurm.state(job)
         time.sleep(0.2)
     # On each node: torchrun and two ranks with a child each; besides, the shells and srun.
-    assert len(processes_with(f"SLURM_JOB_ID={job}")) >= 10
+    assert len(processes_with(SLURM_JOB_ID=job)) >= 10
     slurm.call("scancel", job)
     assert slurm.wait(job, 3 * KILL_WAIT_S)["JobState"] == "CANCELLED"
     deadline = time.monotonic() + KILL_WAIT_S
-    while left := processes_with(f"SLURM_JOB_ID={job}"):
+    while left := processes_with(SLURM_JOB_ID=job):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
 

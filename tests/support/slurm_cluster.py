@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from free_ports import free_ports
+from interrupts import processes_with
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
@@ -133,20 +134,6 @@ class Cluster:
         return fields
 
 
-def processes_with(variable: str) -> dict[int, str]:
-    """Process id -> command line of every process with NAME=VALUE in its first environment."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_bytes().split(b"\0")
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue  # It has just ended.
-        if variable.encode() in environment and command:
-            found[int(process.name)] = command
-    return found
-
-
 @contextmanager
 def running_cluster(gpus_per_node: int = 0) -> Iterator[Cluster]:
     """A cluster with both nodes idle; its daemons and its folder end with the context.
@@ -211,11 +198,11 @@ def _wait_until(condition: Callable[[], bool], folder: Path) -> None:
 
 def _end_all(folder: Path) -> None:
     """End the daemons and whatever they have started, as nothing of it may be left."""
-    variable = f"SLURM_CONF={folder}/slurm.conf"
+    ours = {"SLURM_CONF": f"{folder}/slurm.conf"}
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + KILL_WAIT_S
-        for process in processes_with(variable):
+        for process in processes_with(**ours):
             with suppress(ProcessLookupError):
                 os.kill(process, number)
-        while processes_with(variable) and time.monotonic() < deadline:
+        while processes_with(**ours) and time.monotonic() < deadline:
             time.sleep(0.1)
