@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from forked_ranks import NUM_RANKS, ForkedRanks
-from test_training import BITWISE, data_prefix, ranks, train
+from test_training import BITWISE, data_prefix, losses_of, ranks, train
 
 from monta_megatron.planner.tuning import TIME_LAG
 
@@ -128,7 +128,7 @@ def train_twice(
         (folder / name).mkdir()
         arguments = f"{more} {settings} --train-iters {training.iterations}"
         record = train(ranks, "monta", arguments, data_prefix, folder / name, SCRIPT)
-        losses[name] = [entry["loss"] for entry in record if "loss" in entry]
+        losses[name] = losses_of(record)
         files = (folder / name / "monta" / f"tuning_{rank}.json" for rank in range(NUM_RANKS))
         of_ranks[name] = [json.loads(file.read_text()) for file in files]
     assert losses["auto"] == pytest.approx(losses["fixed"], rel=training.tolerance, abs=0)
