@@ -15,14 +15,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from equal import assert_equal
+from record_losses import parameters_of
 
 # The release, and the commit of branch main, that this was tested with.
 RELEASE_TAG = "core_v0.19.0"
 MAIN_COMMIT = "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
 
 NUM_RANKS = 4
-# A loss is of the parameters that the iterations before have made.
-ITERATIONS = 6
+ITERATIONS = 5
 SAVED_ITERATION = 3
 TORCHRUN_LIMIT_S = 280
 
@@ -110,6 +112,7 @@ class Run:
     Attributes:
         losses: iteration -> unrounded loss.
         grad_norms: iteration -> unrounded norm of the gradients.
+        parameters: of each rank, by name, after the last iteration.
         output: what the ranks printed.
         checkpoints: where it saved, if it did.
     """
@@ -127,6 +130,7 @@ class Run:
         entries = [json.loads(line) for line in record.read_text().splitlines()]
         self.losses = {entry["iteration"]: entry["loss"] for entry in entries}
         self.grad_norms = {entry["iteration"]: entry["grad_norm"] for entry in entries}
+        self.parameters = [torch.load(parameters_of(record, rank)) for rank in range(NUM_RANKS)]
 
 
 # Name of the settings, dispatcher -> its training.
@@ -158,6 +162,10 @@ def test_losses_equal_alltoall(name: str, runs: Runs) -> None:
     assert stock.losses[ITERATIONS] < stock.losses[1], "the model does not learn"
     assert ours.losses == stock.losses
     assert ours.grad_norms == stock.grad_norms
+    for mine, theirs in zip(ours.parameters, stock.parameters, strict=True):
+        assert mine.keys() == theirs.keys()
+        for parameter, value in mine.items():
+            assert_equal(value, theirs[parameter], parameter)
     assert "monta: alltoall_allgather in" in ours.output, "the dispatcher did not say that it runs"
 
 

@@ -127,11 +127,15 @@ class Cluster:
 
     def wait(self, job: str, limit_s: float) -> dict[str, str]:
         """The fields of a job that has ended."""
+        self.wait_until(job, lambda: self.state(job)["JobState"] not in RUNNING_STATES, limit_s)
+        return self.state(job)
+
+    def wait_until(self, job: str, happened: Callable[[], bool], limit_s: float) -> None:
+        """Wait for what a job does."""
         deadline = time.monotonic() + limit_s
-        while (fields := self.state(job))["JobState"] in RUNNING_STATES:
-            assert time.monotonic() < deadline, fields
+        while not happened():
+            assert time.monotonic() < deadline, self.state(job)
             time.sleep(0.2)
-        return fields
 
 
 @contextmanager
