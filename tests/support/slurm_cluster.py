@@ -30,33 +30,7 @@ NODE_NAMES = ("127.0.0.1", "127.0.0.2")
 # Of each node; what a job is given where it asks for none.
 MEMORY_MB, DEFAULT_MEMORY_MB = 1000, 100
 
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser={user}
-SlurmdUser={user}
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-StateSaveLocation={folder}/state
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdSpoolDir={folder}/%n.spool
-SlurmdPidFile={folder}/%n.pid
-SlurmdLogFile={folder}/%n.log
-SlurmdParameters=config_overrides
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters={shared}
-SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
-ReturnToService=2
-KillWait={kill_wait_s}
-TaskProlog={folder}/name_host.sh
-GresTypes=gpu
-NodeName={nodes[0]} Port={ports[1]} CPUs=4 RealMemory={memory_mb} {gres}
-NodeName={nodes[1]} Port={ports[2]} CPUs=4 RealMemory={memory_mb} {gres}
-PartitionName=all Nodes=ALL Default=YES {default_memory}
-"""
+CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8")
 
 # Both nodes are this host, and so one node of an exchange, if they are not named.
 NAME_HOST = '#!/bin/sh\necho "export NCCL_HOSTID=$SLURMD_NODENAME"\n'

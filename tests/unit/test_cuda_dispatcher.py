@@ -4,7 +4,6 @@ Megatron's own permutation is replaced by its sizes, as its fused kernel would r
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -13,17 +12,15 @@ import pytest
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import torch
-from fake_device import FakeDevice, HostWaitsError
+from fake_device import HostWaitsError
 from fake_world import (
     LAYOUTS,
     NUM_TOKENS,
     TOPK,
-    exchanged_counts,
     fake_world,
 )
-from launch_counts import HIDDEN, make_dispatcher, permute_sizes, unpermute_sizes
+from launch_counts import HIDDEN, LISTED, layer_on_device, make_dispatcher
 from megatron.core.transformer.moe import token_dispatcher as stock
-from stream_recorder import RecordedStream
 
 from monta_megatron import plan
 from monta_megatron.chains import CHAINS
@@ -37,30 +34,13 @@ from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.price import lower_expected
 
 LAYOUT = LAYOUTS[16, 1]
-COPY = "integration.count_sources.copy_to_host"
-WAIT = "integration.count_sources.read"
-ROW_INDICES = "exchange.exchange._expand_runs"
+COPY, WAIT, ROW_INDICES = LISTED
 
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
     with fake_world():
         yield
-
-
-@contextmanager
-def a_layer(
-    chain_name: str, router_dtype: str = "fp32"
-) -> Iterator[tuple[MontaTokenDispatcher, torch.Tensor, FakeDevice]]:
-    """A dispatcher on a device, and its routing map on the host."""
-    with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
-        made = make_dispatcher(chain_name, router_dtype=router_dtype)
-        copied, routed = exchanged_counts(made._counts.count_messages)
-        device = FakeDevice(listed=[COPY, WAIT, ROW_INDICES], host_values=copied.numpy())
-        made.monitor = device.recorder.monitor
-        made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")
-        with device, mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes):
-            yield made, routed, device
 
 
 def forward(
@@ -82,7 +62,7 @@ def forward(
 
 @pytest.mark.parametrize("chain_name", CHAINS)
 def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None:
-    with a_layer(chain_name) as (made, routed, device):
+    with layer_on_device(chain_name) as (made, routed, device):
         forward(made, routed)
         made.joined_counts = None
     of_counts = [each for each in device.crossings if not each.startswith(ROW_INDICES)]
@@ -101,7 +81,7 @@ def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None
 def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> None:
     """The planner knows."""
     with (
-        a_layer(chain_name, "fp64") as (made, routed, _),
+        layer_on_device(chain_name, router_dtype="fp64") as (made, routed, _),
         mock.patch.object(dispatcher, "combine", wraps=dispatcher.combine) as combine,
     ):
         forward(made, routed, torch.float64)
@@ -153,7 +133,7 @@ def test_a_copy_that_stops_the_host_is_found() -> None:
     """`test_cuda_branch.py` has the other ways to stop it."""
     with (
         pytest.raises(HostWaitsError, match="a blocking copy to the host"),
-        a_layer("hierarchical_alltoall") as (made, routed, _),
+        layer_on_device("hierarchical_alltoall") as (made, routed, _),
         mock.patch.object(
             count_sources, "maybe_move_tensor_to_cpu", lambda counts, **_: counts.cpu()
         ),
@@ -163,7 +143,7 @@ def test_a_copy_that_stops_the_host_is_found() -> None:
 
 @pytest.mark.parametrize("kind", ["race", "reuse"])
 def test_a_copy_before_the_counting_or_of_memory_that_is_not_held_is_found(kind: str) -> None:
-    with a_layer("hierarchical_alltoall") as (made, routed, device):
+    with layer_on_device("hierarchical_alltoall") as (made, routed, device):
         fault = mock.patch.object(made.cuda_dtoh_stream, "wait_stream")
         if kind == "reuse":
             fault = mock.patch.object(
