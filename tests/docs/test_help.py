@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 from command_lines import check_arguments
 from pages import joined_lines
+from run_python import run_python
 
 from monta_megatron.cli import build_parser, sub_parsers
 
@@ -25,16 +24,14 @@ finally:
 
 
 def test_the_package_runs_as_the_command() -> None:
-    command = [sys.executable, "-m", "monta_megatron", "--version"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = run_python("-m", "monta_megatron", "--version")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("monta-megatron ")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["bench", "--help"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
-    command = [sys.executable, "-c", SHOW, *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = run_python("-c", SHOW, *words)
     assert result.returncode == 0, result.stderr
     assert not set(json.loads(result.stderr)) & HEAVY
     if words == ["--help"]:

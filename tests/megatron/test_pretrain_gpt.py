@@ -8,8 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 import torch
 from equal import assert_equal
 from record_losses import parameters_of
+from run_python import run_python
 
 # The release, and the commit of branch main, that this was tested with.
 RELEASE_TAG = "core_v0.19.0"
@@ -74,27 +73,10 @@ def pretrain(script: list[str], arguments: str, folder: Path) -> str:
     """
     from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
 
-    environment = {
-        **os.environ,
-        "MONTA_CPU_RANKS": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(NUM_RANKS), *script),
-            *MODEL.split(),
-            *arguments.split(),
-            *CPU_RANKS_ARGUMENTS,
-        ],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TORCHRUN_LIMIT_S,
-    )
+    environment = {"MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS))
+    words = (*script, *MODEL.split(), *arguments.split(), *CPU_RANKS_ARGUMENTS)
+    result = run_python(*torchrun, *words, cwd=folder, limit_s=TORCHRUN_LIMIT_S, **environment)
     assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
     return result.stdout
 

@@ -1,19 +1,15 @@
 """The ways into Megatron, each in a fresh process: what is hooked, and what is never broken."""
 
 import inspect
-import os
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from preloaded import Preloaded
+from run_python import run_python
 
 from monta_megatron.integration.registration import PATCHES
-
-PYTHON_LIMIT_S = 120
 
 
 def build(options: dict[str, object]) -> object:
@@ -107,17 +103,6 @@ PROGRAMS = {
 ON_THE_OLDEST = [name for name in PROGRAMS if name.startswith(("installed", "registered"))]
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a fresh interpreter."""
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys\n{code}"],
-        env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
-        capture_output=True,
-        text=True,
-        timeout=PYTHON_LIMIT_S,
-    )
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -127,7 +112,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 )
 def test_fresh_interpreter(name: str) -> None:
     code, environment, printed = PROGRAMS[name]
-    result = python(code, **environment)
+    result = run_python("-c", f"import sys\n{code}", **environment)
     assert (result.returncode, result.stdout.split()) == (0, printed.split()), result.stderr
 
 
@@ -162,7 +147,8 @@ def test_torch_works_whatever_megatron_is(
     code += "import torch, monta_megatron\n"
     if package is not None:
         code += f"try: {MEGATRON}except RuntimeError as error: print(error)\n"
-    result = python(f"{code}print(torch.ones(2).sum().item())", **path)
+    program = f"import sys\n{code}print(torch.ones(2).sum().item())"
+    result = run_python("-c", program, **path)
     assert result.stdout.split("\n")[-2] == "2.0", result.stderr
     assert said in result.stderr and ("on purpose" in source) == ("on purpose" in result.stdout)
 
