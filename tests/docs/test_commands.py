@@ -8,19 +8,17 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from command_lines import check_arguments
 from pages import PAGES, REPOSITORY, Shown, anchors, commands, links, name_of, paths, shown
 from published_configs import CONFIGS
+from run_python import run_python
 
 from monta_megatron.cli import main
 from monta_megatron.tools.launch import megatron_arguments
 
-LIMIT_S = 120
 # Named on a page, but not of this repository: Megatron's, and what the reader writes.
 NOT_HERE = {
     "megatron/training/arguments.py",
@@ -158,9 +156,7 @@ def _run(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     if name == "monta":
         assert main(words) == 0, command
         return capsys.readouterr().out
-    result = subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    result = run_python(*words, cwd=folder)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 

@@ -1,13 +1,11 @@
 """The ```python blocks of docs/python_api.md run in order, and print what the page shows."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from pages import REPOSITORY
+from run_python import run_python
 
 LIMIT_S = 240
 PAGE = REPOSITORY / "docs" / "python_api.md"
@@ -22,14 +20,7 @@ def test_blocks_run_and_print_what_is_shown(tmp_path: Path) -> None:
     shown = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
     assert shown
     program = "".join(f"print({MARK!r}, flush=True)\n{block}" for block, _ in shown)
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "MONTA_CPU_RANKS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    result = run_python("-c", program, cwd=tmp_path, limit_s=LIMIT_S, MONTA_CPU_RANKS="1")
     assert result.returncode == 0, result.stderr[-4000:]
     printed = result.stdout.split(f"{MARK}\n")[1:]
     for (block, output), found in zip(shown, printed, strict=True):

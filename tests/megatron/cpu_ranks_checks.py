@@ -27,31 +27,32 @@ def sizes() -> list[int]:
 
 
 def check_all_gather() -> None:
-    rank = dist.get_rank()
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        for num_rows in (sizes(), [2] * len(sizes())):
-            parts = [part(source, rows, dtype) for source, rows in enumerate(num_rows)]
-            output = torch.empty(sum(num_rows), COLUMNS, dtype=dtype)
-            dist.all_gather(list(output.split(num_rows)), parts[rank])
-            assert_equal(output, torch.cat(parts), (dtype, num_rows))
-            output.zero_()
-            work = dist.all_gather(list(output.split(num_rows)), parts[rank], async_op=True)
-            work.wait()
-            assert work.is_completed()
-            assert_equal(output, torch.cat(parts), (dtype, num_rows, "async"))
-
-
-def check_all_gather_into_tensor() -> None:
+    """Into a list and into a tensor, of one size or several."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    for num_rows in (2, 0):
-        parts = [part(source, num_rows, torch.bfloat16) for source in range(num_ranks)]
-        for output in (torch.cat(parts), torch.stack(parts)):
-            expected = output.clone()
-            dist.all_gather_into_tensor(output.zero_(), parts[rank])
-            assert_equal(output, expected, num_rows)
-            work = dist.all_gather_into_tensor(output.zero_(), parts[rank], async_op=True)
-            work.wait()
-            assert_equal(output, expected, (num_rows, "async"))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        for num_rows in (sizes(), [2] * num_ranks, [0] * num_ranks):
+            parts = [part(source, rows, dtype) for source, rows in enumerate(num_rows)]
+            expected = torch.cat(parts)
+            for is_async in (False, True):
+                what = (dtype, num_rows, is_async)
+                output = torch.empty_like(expected)
+                outputs = list(output.split(num_rows))
+                finish(dist.all_gather(outputs, parts[rank], async_op=is_async))
+                assert_equal(output, expected, what)
+                if len(set(num_rows)) > 1:
+                    continue
+                for shape in (expected.shape, (num_ranks, *parts[rank].shape)):
+                    output = torch.empty(shape, dtype=dtype)
+                    finish(dist.all_gather_into_tensor(output, parts[rank], async_op=is_async))
+                    assert_equal(output, expected.view(shape), what)
+
+
+def finish(work: dist.Work | None) -> None:
+    """Wait for a collective, twice; there is none of one that blocks."""
+    if work is not None:
+        work.wait()
+        work.wait()
+        assert work.is_completed()
 
 
 def check_reduce_scatter() -> None:
@@ -65,14 +66,10 @@ def check_reduce_scatter() -> None:
         expected = expected.split(sizes())[rank]
         neighbours = list(whole[rank].split(sizes()))
         for inputs in (neighbours, [piece.clone() for piece in neighbours]):
-            output = torch.full_like(expected, torch.nan)
-            dist.reduce_scatter(output, inputs)
-            assert_equal(output, expected, dtype)
-            output = torch.full_like(expected, torch.nan)
-            work = dist.reduce_scatter(output, inputs, async_op=True)
-            work.wait()
-            work.wait()
-            assert_equal(output, expected, (dtype, "async"))
+            for is_async in (False, True):
+                output = torch.full_like(expected, torch.nan)
+                finish(dist.reduce_scatter(output, inputs, async_op=is_async))
+                assert_equal(output, expected, (dtype, is_async))
     largest = torch.empty(2)
     contributions = [torch.full((2,), float(rank)) for _ in range(num_ranks)]
     dist.reduce_scatter(largest, contributions, op=dist.ReduceOp.MAX)
@@ -182,37 +179,28 @@ def check_copy_to_host() -> None:
 
 
 class _Recomputed(torch.autograd.Function):
-    """As Megatron's CheckpointFunction: its backward runs a backward of its own."""
+    """As Megatron's CheckpointFunction: a backward in its backward, which makes a tensor there."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, depth):
         ctx.save_for_backward(x)
+        ctx.depth = depth
         return 3 * x
 
     @staticmethod
     def backward(ctx, grad):
+        if ctx.depth == 0:
+            return grad * torch.full((1,), 3.0, device="cuda"), None
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
-            y = _OnDevice.apply(x)
+            y = _Recomputed.apply(x, ctx.depth - 1)
         torch.autograd.backward(y, grad)
-        return x.grad
-
-
-class _OnDevice(torch.autograd.Function):
-    """Makes a tensor on the device in its backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return 3 * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * torch.full((1,), 3.0, device="cuda")
+        return x.grad, None
 
 
 def check_backward_in_backward() -> None:
     x = torch.ones(2, requires_grad=True)
-    _Recomputed.apply(x).sum().backward()
+    _Recomputed.apply(x, 1).sum().backward()
     assert x.grad.tolist() == [3, 3]
 
 
@@ -268,22 +256,9 @@ def check_norm_marks_its_weights() -> None:
         assert config.sequence_parallel == sequence_parallel
 
 
-CHECKS: tuple[Callable[[], None], ...] = (
-    check_all_gather,
-    check_all_gather_into_tensor,
-    check_reduce_scatter,
-    check_groups_share_a_device,
-    check_collectives_of_a_group,
-    check_all_to_all_single,
-    check_messages_of_a_node,
-    check_memory_of_read_messages_is_used_again,
-    check_device,
-    check_copy_to_host,
-    check_backward_in_backward,
-    check_generator,
-    check_streams,
-    check_norm_marks_its_weights,
-)
+CHECKS: list[Callable[[], None]] = [
+    function for name, function in list(globals().items()) if name.startswith("check_")
+]
 
 
 def main() -> None:

@@ -8,15 +8,15 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from equal import assert_equal
 from record_losses import parameters_of
-from torch.nn.utils import parameters_to_vector
+from run_python import run_python
 
 # The release, and the commit of branch main, that this was tested with.
 RELEASE_TAG = "core_v0.19.0"
@@ -44,12 +44,6 @@ SETTINGS = {
     "distributed_optimizer": f"{TENSOR_PARALLEL} --use-distributed-optimizer",
     "pipeline_parallel": "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
 }
-# Top-3 of 8 experts on 4 ranks: tokens have two experts on a rank, whose partial sums travel. Adam
-# would divide by gradients, and so make a step of the last bits of a small one.
-PARTIAL_SUMS = """
-    --expert-model-parallel-size 4 --num-experts 8 --moe-router-topk 3
-    --moe-router-force-load-balancing --optimizer sgd --lr 0.1 --min-lr 0.01
-"""
 
 
 def checkout() -> Path:
@@ -79,27 +73,10 @@ def pretrain(script: list[str], arguments: str, folder: Path) -> str:
     """
     from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
 
-    environment = {
-        **os.environ,
-        "MONTA_CPU_RANKS": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(NUM_RANKS), *script),
-            *MODEL.split(),
-            *arguments.split(),
-            *CPU_RANKS_ARGUMENTS,
-        ],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TORCHRUN_LIMIT_S,
-    )
+    environment = {"MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS))
+    words = (*script, *MODEL.split(), *arguments.split(), *CPU_RANKS_ARGUMENTS)
+    result = run_python(*torchrun, *words, cwd=folder, limit_s=TORCHRUN_LIMIT_S, **environment)
     assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
     return result.stdout
 
@@ -108,7 +85,6 @@ def pretrain(script: list[str], arguments: str, folder: Path) -> str:
 DISPATCHERS = {
     "alltoall": "--moe-token-dispatcher-type alltoall",
     "monta": "--moe-token-dispatcher-type monta --moe-monta-chain alltoall_allgather",
-    "monta_partial_sums": "--moe-token-dispatcher-type monta --moe-monta-chain alltoall_dedup",
 }
 
 
@@ -139,29 +115,25 @@ class Run:
         self.parameters = [torch.load(parameters_of(record, rank)) for rank in range(NUM_RANKS)]
 
 
-class Runs:
-    """Trainings that several tests compare, each run when it is first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._runs: dict[tuple[str, str], Run] = {}
-
-    def __call__(self, name: str, dispatcher: str) -> Run:
-        key = (name, dispatcher)
-        if key not in self._runs:
-            folder = self._folder / f"{name}-{dispatcher}"
-            arguments = SETTINGS.get(name, PARTIAL_SUMS)
-            if name == "tensor_parallel":
-                # The checkpoint tests resume this one.
-                arguments += f" --save {folder / 'checkpoints'} --save-interval {SAVED_ITERATION}"
-            self._runs[key] = Run(dispatcher, arguments, folder)
-        return self._runs[key]
+# Name of the settings, dispatcher -> its training.
+Runs = Callable[[str, str], Run]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Trainings that several tests compare, each run when it is first asked for."""
     checkout()
-    return Runs(tmp_path_factory.mktemp("pretrain_gpt"))
+    parent = tmp_path_factory.mktemp("pretrain_gpt")
+
+    @cache
+    def run(name: str, dispatcher: str) -> Run:
+        folder = parent / f"{name}-{dispatcher}"
+        # The checkpoint tests resume these.
+        saves = f"--save {folder / 'checkpoints'} --save-interval {SAVED_ITERATION}"
+        more = saves if name == "tensor_parallel" else ""
+        return Run(dispatcher, f"{SETTINGS[name]} {more}", folder)
+
+    return run
 
 
 @pytest.mark.timeout(3 * TORCHRUN_LIMIT_S)
@@ -177,20 +149,6 @@ def test_losses_equal_alltoall(name: str, runs: Runs) -> None:
         for parameter, value in mine.items():
             assert_equal(value, theirs[parameter], parameter)
     assert "monta: alltoall_allgather in" in ours.output, "the dispatcher did not say that it runs"
-
-
-@pytest.mark.timeout(3 * TORCHRUN_LIMIT_S)
-def test_partial_sums_stay_close_to_alltoall(runs: Runs) -> None:
-    """Losses, gradient norms and a rank's parameters, each within 1e-6 of its size."""
-    stock, ours = (runs("partial_sums", name) for name in ("alltoall", "monta_partial_sums"))
-    assert len(ours.losses) == ITERATIONS and "monta: alltoall_dedup in" in ours.output
-    assert ours.losses == pytest.approx(stock.losses, rel=1e-6)
-    assert ours.grad_norms == pytest.approx(stock.grad_norms, rel=1e-6)
-    for mine, theirs in zip(ours.parameters, stock.parameters, strict=True):
-        assert mine.keys() == theirs.keys()
-        expected = parameters_to_vector(theirs.values())
-        difference = parameters_to_vector(mine.values()) - expected
-        assert difference.norm() <= 1e-6 * expected.norm()
 
 
 @pytest.mark.timeout(3 * TORCHRUN_LIMIT_S)

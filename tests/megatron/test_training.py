@@ -142,6 +142,10 @@ def train(
     return [json.loads(line) for line in record.read_text().splitlines()]
 
 
+def losses_of(record: list[dict]) -> list[float]:
+    return [entry["loss"] for entry in record if "loss" in entry]
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_settings(
@@ -150,9 +154,9 @@ def test_training_settings(
     settings = f"{SETTINGS[name]} {OPTIONS.get(name, BITWISE)}"
     ours = train(ranks, "monta", settings, data_prefix, tmp_path)
     stock = train(ranks, "alltoall", SETTINGS[name], data_prefix, tmp_path)
-    losses = [entry["loss"] for entry in ours if "loss" in entry]
+    losses = losses_of(ours)
     assert len(losses) >= ITERATIONS
-    assert losses == [entry["loss"] for entry in stock if "loss" in entry]
+    assert losses == losses_of(stock)
     assert ours[-1]["dispatcher"] == ["MontaTokenDispatcher"]
     assert stock[-1]["dispatcher"] == ["MoEAlltoAllTokenDispatcher"]
     assert sum(ours[-1]["bytes"].values()) > 0
@@ -161,9 +165,7 @@ def test_training_settings(
         settings = f"{SETTINGS[name]} {PIPELINED[name]}"
         split = train(ranks, "monta", settings, data_prefix, tmp_path / "pipelined")
         # Partial sums travel, and a weight's gradient is a sum over the chunks.
-        assert [entry["loss"] for entry in split if "loss" in entry] == pytest.approx(
-            losses, rel=1e-6
-        )
+        assert losses_of(split) == pytest.approx(losses, rel=1e-6)
     for saved in tmp_path.glob("*/checkpoint"):
         assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
 
@@ -206,14 +208,13 @@ def test_a_training_goes_on_with_placed_experts(
     settings = f"""{PLACED[name]} {BITWISE} --num-layers 2 --expert-model-parallel-size 2
         --global-batch-size 8 --eval-iters 0 --ckpt-format torch_dist --no-save-rng --no-load-rng"""
 
-    def losses_of(run: str, more: str) -> list[float]:
+    def trained(run: str, more: str) -> list[float]:
         (tmp_path / run).mkdir()
-        record = train(ranks, "monta", f"{settings} {more}", data_prefix, tmp_path / run)
-        return [entry["loss"] for entry in record if "loss" in entry]
+        return losses_of(train(ranks, "monta", f"{settings} {more}", data_prefix, tmp_path / run))
 
     # Step 1: train two iterations with a trace, and place.
     trace, placement = tmp_path / "trace", tmp_path / "placement.json"
-    losses_of(
+    trained(
         "first",
         f"--save {saved} --save-interval 2 --exit-interval 2 --moe-routing-trace-path {trace}",
     )
@@ -249,9 +250,9 @@ def test_a_training_goes_on_with_placed_experts(
 
     # Step 3: train on. Megatron 0.19 cannot load that distributed optimizer on CPU ranks.
     if name == "layers_together":
-        went_on = losses_of("went_on", f"--load {saved}")
-        assert losses_of("with_placed", f"--load {placed}") == pytest.approx(went_on, rel=1e-6)
-        assert losses_of("with_undone", f"--load {undone}") == went_on and len(went_on) == 2
+        went_on = trained("went_on", f"--load {saved}")
+        assert trained("with_placed", f"--load {placed}") == pytest.approx(went_on, rel=1e-6)
+        assert trained("with_undone", f"--load {undone}") == went_on and len(went_on) == 2
 
 
 def stored(checkpoint: Path) -> dict[str, bytes]:
@@ -280,18 +281,16 @@ HYBRID_SETTINGS = """
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not HAS_TRITON, reason="Megatron's hybrid models need Triton")
 def test_training_a_hybrid_model(ranks: ForkedRanks, data_prefix: Path, tmp_path: Path) -> None:
-    def losses_of(name: str, dispatcher: str, options: str) -> tuple[list[float], list[str], bool]:
+    def trained(name: str, dispatcher: str, options: str) -> tuple[list[float], list[str], bool]:
         folder = tmp_path / name
         folder.mkdir()
         settings = f"{HYBRID_SETTINGS} {options}"
         record = train(ranks, dispatcher, settings, data_prefix, folder, HYBRID)
-        losses = [entry["loss"] for entry in record if "loss" in entry]
-        end = record[-1]
-        return losses, end["dispatcher"], sum(end["bytes"].values()) > 0
+        return losses_of(record), record[-1]["dispatcher"], sum(record[-1]["bytes"].values()) > 0
 
-    stock, dispatchers, _ = losses_of("stock", "alltoall", "")
+    stock, dispatchers, _ = trained("stock", "alltoall", "")
     assert len(stock) >= ITERATIONS and dispatchers == ["MoEAlltoAllTokenDispatcher"]
     ours = (stock, ["MontaTokenDispatcher"], True)
-    assert losses_of("flag", "monta", HIERARCHY) == ours
+    assert trained("flag", "monta", HIERARCHY) == ours
     # The way in that patches nothing: a layer spec; the planner chooses.
-    assert losses_of("spec", "alltoall", "--monta-in-spec") == ours
+    assert trained("spec", "alltoall", "--monta-in-spec") == ours

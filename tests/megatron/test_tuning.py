@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from forked_ranks import NUM_RANKS, ForkedRanks
-from test_training import BITWISE, data_prefix, ranks, train
+from test_training import BITWISE, data_prefix, losses_of, ranks, train
 
 from monta_megatron.planner.tuning import TIME_LAG
 
 __all__ = ["data_prefix", "ranks"]
 SCRIPT = Path(__file__).with_name("train_tuning.py")
-LIMIT_S = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ def train_twice(
         (folder / name).mkdir()
         arguments = f"{more} {settings} --train-iters {training.iterations}"
         record = train(ranks, "monta", arguments, data_prefix, folder / name, SCRIPT)
-        losses[name] = [entry["loss"] for entry in record if "loss" in entry]
+        losses[name] = losses_of(record)
         files = (folder / name / "monta" / f"tuning_{rank}.json" for rank in range(NUM_RANKS))
         of_ranks[name] = [json.loads(file.read_text()) for file in files]
     assert losses["auto"] == pytest.approx(losses["fixed"], rel=training.tolerance, abs=0)
@@ -141,7 +140,6 @@ def check_ranks(training: Training, of_ranks: list[dict[str, Any]]) -> None:
     candidates = defaultdict(set)
     for mine in of_ranks:
         assert mine["updated"][-1] and (False in mine["updated"]) is training.skips
-        assert mine["seconds"] < LIMIT_S
         first = of_ranks[mine["exchange"][0]]
         assert (mine["noted"], mine["windows"]) == (first["noted"], first["windows"])
         # By shape and step, from its window on: what the micro-batches ran, of which some are

@@ -9,7 +9,6 @@ tuning windows apart, as layers of two shapes do.
 
 import json
 import sys
-import time
 from argparse import ArgumentParser
 from itertools import count
 from pathlib import Path
@@ -27,7 +26,6 @@ import train
 
 # Of every micro-batch, recomputes and evaluations too: shape, step, choice, whether it trains.
 noted: list[tuple[int, int, str, bool]] = []
-times_s: list[float] = []
 choosers: list[AutoChooser] = []
 # Whether each step changed parameters.
 updated: list[bool] = []
@@ -43,7 +41,6 @@ def note_choices() -> None:
                 choosers.append(self.chooser)
             shape, choice = choosers.index(self.chooser), self.micro_batch.choice
             noted.append((shape, self.chooser.tuner.step, choice.name, self.moe_layer().training))
-            times_s.append(time.monotonic())
 
     dispatcher.MontaTokenDispatcher._bind = noting  # type: ignore[method-assign]
     step = ChainedOptimizer.step
@@ -100,7 +97,6 @@ def main() -> None:
         window = chooser.tuner.window
         assert window is not None, "trained"
         document["exchange"] = dist.get_process_group_ranks(chooser.group)
-        document["seconds"] = times_s[-1] - times_s[0]
         document["windows"].append(
             {
                 "steps": [window.first, window.end],

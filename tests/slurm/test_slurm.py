@@ -4,12 +4,12 @@ import importlib.util
 import json
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import KILL_WAIT_S, Cluster, missing, processes_with, running_cluster
+from interrupts import processes_with
+from slurm_cluster import KILL_WAIT_S, Cluster, missing, running_cluster
 
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.tools.launch.start import START
@@ -100,10 +100,7 @@ def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
     )
     checkpoints = CHECKPOINTS.split()
     job = slurm.submit(parts, *script, *training, *checkpoints, RANKS_PER_NODE="2")
-    deadline = time.monotonic() + JOB_LIMIT_S
-    while len(losses(parts)) < SIGNALLED_ITERATION:
-        assert time.monotonic() < deadline, slurm.state(job)
-        time.sleep(0.2)
+    slurm.wait_until(job, lambda: len(losses(parts)) >= SIGNALLED_ITERATION, JOB_LIMIT_S)
     slurm.call("scancel", "--batch", "--signal=USR1", job)
     log = complete(slurm, job, parts)
     assert slurm.state(job)["Restarts"] == "1"
@@ -118,19 +115,15 @@ def test_cancelled_job_leaves_no_process(slurm: Cluster, tmp_path: Path) -> None
     job = slurm.submit(
         tmp_path, "--nodes=2", str(START), "--ranks-per-node", "2", "--", str(RANKS), "linger"
     )
-    deadline = time.monotonic() + JOB_LIMIT_S
     log = tmp_path / f"{job}.log"
-    while not log.exists() or log.read_text().count("lingers") < 4:
-        assert time.monotonic() < deadline, slurm.state(job)
-        time.sleep(0.2)
+    slurm.wait_until(
+        job, lambda: log.exists() and log.read_text().count("lingers") == 4, JOB_LIMIT_S
+    )
     # On each node: torchrun and two ranks with a child each; besides, the shells and srun.
-    assert len(processes_with(f"SLURM_JOB_ID={job}")) >= 10
+    assert len(processes_with(SLURM_JOB_ID=job)) >= 10
     slurm.call("scancel", job)
     assert slurm.wait(job, 3 * KILL_WAIT_S)["JobState"] == "CANCELLED"
-    deadline = time.monotonic() + KILL_WAIT_S
-    while left := processes_with(f"SLURM_JOB_ID={job}"):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    slurm.wait_until(job, lambda: not processes_with(SLURM_JOB_ID=job), KILL_WAIT_S)
 
 
 @pytest.mark.timeout(JOB_LIMIT_S)

@@ -10,19 +10,17 @@ from unittest import mock
 
 import test_stream_safety as layers
 import torch
+from equal import assert_equal
 from fake_kernels import recorded_launches
 from stream_recorder import RecordedWork, Recorder
 from test_stream_safety import LAYOUTS, Routing, make_exchange
 
 from monta_megatron.calibration.tasks import NUM_COPIES, Point
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.exchange import count_messages
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
-from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.expert_lists import expert_ids_of
-from monta_megatron.exchange.memory import Columns, MessageFormat
+from monta_megatron.exchange.memory import MessageFormat
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
 
@@ -58,10 +56,10 @@ class MovingRecorder(Recorder):
 
 
 def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int) -> None:
-    """Every pass, its counts and its lists of experts, in both kinds of kernels.
+    """Every pass, and its counts, in both kinds of kernels.
 
     Raises:
-        AssertionError: names the pass and the column that differ.
+        AssertionError: names what differs.
     """
     layout = LAYOUTS[layout_name]
     routing_map = Routing(num_tokens=num_tokens, topk=TOPK).map(layout.num_experts)
@@ -71,8 +69,8 @@ def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int)
             _passes(chain_name, layout_name, num_chunks, routing_map, dtype, fused)
             for fused in (False, True)
         )
-        for name, column in expected.items():
-            assert torch.equal(actual[name], column), f"{dtype}, {name} differs"
+        for number, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+            assert_equal(mine, theirs, f"{dtype}, output, gradients, messages: number {number}")
 
 
 def calibrate() -> None:
@@ -106,24 +104,11 @@ def _passes(
     routing_map: torch.Tensor,
     dtype: torch.dtype,
     fused: bool,
-) -> dict[str, torch.Tensor]:
-    """By pass and column, what comes out of it; and what was sent."""
+) -> list[torch.Tensor]:
+    """Output and gradients of a layer, and every message that was sent."""
     recorder = MovingRecorder()
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
     exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
-    torch.manual_seed(0)
-    num_rows, num_expert_rows = (
-        int(rows)
-        for rows in (exchange.bound_chain.num_source_rows, exchange.bound_chain.num_expert_rows)
-    )
-    width = exchange.max_experts_per_token
-    probs, ids = torch.rand(num_rows), None
-    if width:
-        probs, ids = expert_ids_of(routing_map, torch.rand(routing_map.shape), width, fused)
-    rows, gradients = torch.randn(2, num_rows, HIDDEN).to(dtype)
-    outputs = torch.randn(num_expert_rows, HIDDEN).to(dtype)
-    prob_gradients = torch.rand(num_expert_rows)
-    results = {}
     # What is not written differs.
     allocate, before = MessageFormat.allocate, 255 if fused else 170
 
@@ -136,21 +121,13 @@ def _passes(
 
     with (
         mock.patch.object(MessageFormat, "allocate", allocate_filled),
+        mock.patch.multiple(layers, HIDDEN=HIDDEN, DTYPE=dtype),
         recorder,
         recorded_launches(recorder.kernel, run=recorder.muted),
     ):
-        for pass_, columns in (
-            (DISPATCH, Columns(rows=rows, probs=probs, ids=ids)),
-            (COMBINE, Columns(rows=outputs)),
-            (COMBINE_BACKWARD, Columns(rows=gradients)),
-            (DISPATCH_BACKWARD, Columns(rows=outputs, probs=prob_gradients)),
-        ):
-            result = run(exchange, pass_, columns)
-            results[f"rows of {pass_.name}"] = result.rows
-            if pass_.probs and result.probs is not None:
-                results[f"probs of {pass_.name}"] = result.probs
+        results = layers.run_layer(exchange, routing_map)
     launched = any(each.name.startswith("triton ") for each in recorder.queue)
     has_kernels = chain.rows == "tokens" or layout.etp > 1
     assert launched == (fused and has_kernels), "what was launched"
     assert recorder.findings == []
-    return results | {f"message {number}": each for number, each in enumerate(recorder.sent)}
+    return results + recorder.sent

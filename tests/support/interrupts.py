@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LIMIT_S = 120.0
@@ -51,14 +51,17 @@ def started(
 
 def marked(mark: str, **environment: str) -> list[int]:
     """The processes that bear a mark, and such variables."""
-    wanted = {f"{name}={value}".encode() for name, value in {MARK: mark, **environment}.items()}
+    return processes_with(**{MARK: mark, **environment})
+
+
+def processes_with(**environment: str) -> list[int]:
+    """The processes that started with such variables."""
+    wanted = {f"{name}={value}".encode() for name, value in environment.items()}
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
+        with suppress(OSError):  # It has just ended.
             if wanted <= set(path.read_bytes().split(b"\0")):
                 found.append(int(path.parent.name))
-        except OSError:
-            continue
     return found
 
 

@@ -164,29 +164,41 @@ def count_launches(
     """
     # On the host, where the counts come from, "auto" is PyTorch.
     options = {"moe_monta_kernels": "auto" if kernels == "fused" else "torch"}
+    layer = layer_on_device(chain_name, ep, moe_monta_num_chunks=num_chunks, **options)
+    with layer as (made, routed, device):
+        counter = LaunchCounter(device.recorder)
+        for name in ("preprocess", "_maybe_dtoh_and_synchronize"):
+            setattr(made, name, counter.in_row("counts", getattr(made, name)))
+        switches = {
+            "stream": counter.switched(torch.cuda.stream, 2),
+            "set_stream": counter.switched(torch.cuda.set_stream, 1),
+        }
+        inputs = layer_inputs(routed, "cuda")
+        with mock.patch.multiple(torch.cuda, **switches), counter:
+            run_layer(made, inputs, counter.row)
+    assert made.choice is not None and made.choice.num_chunks == num_chunks
+    return counter.counts
+
+
+@contextmanager
+def layer_on_device(
+    chain_name: str, ep: int = 16, **options: Any
+) -> Iterator[tuple[MontaTokenDispatcher, torch.Tensor, FakeDevice]]:
+    """Context of a device that is not there: a dispatcher, its routing map on the host, the device.
+
+    Args:
+        chain_name: of `chains.CHAINS`.
+        ep: see `count_launches`.
+        options: see `make_dispatcher`.
+    """
     with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
-        made = make_dispatcher(chain_name, ep, moe_monta_num_chunks=num_chunks, **options)
+        made = make_dispatcher(chain_name, ep, **options)
     copied, routed = exchanged_counts(made._counts.count_messages)
     device = FakeDevice(listed=LISTED, host_values=copied.numpy())
     made.monitor = device.recorder.monitor
     made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")
-    counter = LaunchCounter(device.recorder)
-    made.preprocess = counter.in_row("counts", made.preprocess)
-    made._maybe_dtoh_and_synchronize = counter.in_row("counts", made._maybe_dtoh_and_synchronize)
-    with (
-        mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes),
-        device,
-        mock.patch.multiple(
-            torch.cuda,
-            stream=counter.switched(torch.cuda.stream, 2),
-            set_stream=counter.switched(torch.cuda.set_stream, 1),
-        ),
-    ):
-        inputs = layer_inputs(routed, "cuda")
-        with counter:
-            run_layer(made, inputs, counter.row)
-    assert made.choice is not None and made.choice.num_chunks == num_chunks
-    return counter.counts
+    with mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes), device:
+        yield made, routed, device
 
 
 def make_dispatcher(

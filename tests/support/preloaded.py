@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import pickle
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -34,15 +35,17 @@ class Preloaded:
             text=True,
         )
 
-    def run(self, function: Callable[..., Any], *args: Any) -> subprocess.CompletedProcess[str]:
-        """Call a function with `args`, as if it were a program."""
+    def run(
+        self, function: Callable[..., Any] | str, *args: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Call a function, or "module:function", with `args`, as if it were a program."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         stdin.write(pickle.dumps((function, args)).hex() + "\n")
         stdin.flush()
         answer = stdout.readline()
         assert answer, "the preloaded process has ended"
-        return subprocess.CompletedProcess([function.__name__, *args], **json.loads(answer))
+        return subprocess.CompletedProcess([function, *args], **json.loads(answer))
 
     def close(self) -> None:
         """End the process; its forks have ended already."""
@@ -60,6 +63,8 @@ def _serve(path: list[str], limit_s: int, modules: list[str]) -> None:
         importlib.import_module(module)
     for line in sys.stdin:
         function, args = pickle.loads(bytes.fromhex(line))
+        if isinstance(function, str):
+            function = pkgutil.resolve_name(function)
         # Not a TemporaryDirectory: each fork would remove it as it ends.
         folder = Path(tempfile.mkdtemp())
         outputs = [folder / name for name in ("stdout", "stderr")]

@@ -19,6 +19,7 @@ Notation: N = rows of a message, C = chunks.
 import random
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -79,8 +80,7 @@ class ReplayCase(NamedTuple):
         return f"{case.chain} x{case.num_chunks}, EP {case.ep} x ETP {case.etp}{kind}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recorded:
+class Recorded(NamedTuple):
     """One case, as rank 0 saw it.
 
     Attributes:
@@ -146,13 +146,12 @@ def record(cases: Sequence[ReplayCase]) -> list[Recorded]:
 
 def read_records(path: Path) -> list[Recorded]:
     """The records that a file holds."""
-    loaded = torch.load(path, weights_only=True)
-    return [Recorded(messages=messages, results=results) for messages, results in loaded]
+    return [Recorded(*each) for each in torch.load(path, weights_only=True)]
 
 
 def write_records(path: Path, records: Sequence[Recorded]) -> None:
     """Write records to a file: tensors, numbers and texts alone."""
-    torch.save([(each.messages, each.results) for each in records], path)
+    torch.save([tuple(each) for each in records], path)
 
 
 def _record_rank(rank: int, folder: str, path: Path, cases: Sequence[ReplayCase]) -> None:
@@ -168,7 +167,7 @@ def _record_rank(rank: int, folder: str, path: Path, cases: Sequence[ReplayCase]
         messages: Messages = {}
         with in_place_of_start(_recorder(layer, messages)):
             results = layer.run()
-        records.append(Recorded(messages=messages, results=results))
+        records.append(Recorded(messages, results))
     if rank == 0:
         write_records(path, records)
     dist.barrier()
@@ -355,7 +354,10 @@ class StandIn:
             for key, message in (messages or {}).items()
         }
         self._random = random.Random(seed)
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        # By group; of another pool than the executor's, as NCCL's may be.
+        self._streams: dict[str, torch.cuda.Stream] = defaultdict(
+            lambda: torch.cuda.Stream(device, priority=-1)
+        )
 
     def start(self, usual: Any, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
         """In place of a collective: what others wait for."""
@@ -370,41 +372,26 @@ class StandIn:
         is_last = buffer.release is not Release.CALLER and buffer.last_read == operation.number
 
         def run() -> None:
-            self._arrive(key, sent, expected, received, arriving)
+            _poison(received)
+            torch.cuda._sleep(self._random.randrange(MOST_CYCLES))
+            differing = [_num_differing(*pair) for pair in zip(sent, expected, strict=True)]
+            self.differences[key] = torch.stack(differing).sum()
+            for into, columns in zip(received, arriving, strict=True):
+                into.copy_(columns)
             if is_last:
-                self._poison(sent)
+                _poison(sent)
 
         assert operation.group is not None, f"{operation.kind} is no collective"
         return self.on_stream(operation.group, run)
 
     def on_stream(self, group: str, run: Callable[[], None]) -> list[Any]:
         """Run something on the stream of a group, as NCCL orders a collective."""
-        return [order_on(self._stream(group), self._device, run)]
+        return [order_on(self._streams[group], self._device, run)]
 
-    def _arrive(
-        self,
-        key: tuple[int, str, str, int],
-        sent: list[torch.Tensor],
-        expected: list[torch.Tensor],
-        received: list[torch.Tensor],
-        arriving: list[torch.Tensor],
-    ) -> None:
-        self._poison(received)
-        torch.cuda._sleep(self._random.randrange(MOST_CYCLES))
-        differing = [_num_differing(*pair) for pair in zip(sent, expected, strict=True)]
-        self.differences[key] = torch.stack(differing).sum()
-        for into, columns in zip(received, arriving, strict=True):
-            into.copy_(columns)
 
-    def _poison(self, columns: list[torch.Tensor]) -> None:
-        for column in columns:
-            column.fill_(float("nan") if column.is_floating_point() else 127)
-
-    def _stream(self, group: str) -> torch.cuda.Stream:
-        if group not in self._streams:
-            # Of another pool than the executor's, as NCCL's may be.
-            self._streams[group] = torch.cuda.Stream(self._device, priority=-1)
-        return self._streams[group]
+def _poison(columns: list[torch.Tensor]) -> None:
+    for column in columns:
+        column.fill_(float("nan") if column.is_floating_point() else 127)
 
 
 class StandInWork:
@@ -553,7 +540,7 @@ def _poisoned_early() -> Iterator[None]:
         stand_in: StandIn, usual: Any, buffers: Buffers, operation: Operation, how: Any
     ) -> Any:
         works = usual_start(stand_in, usual, buffers, operation, how)
-        stand_in._poison(_sent(buffers, operation))
+        _poison(_sent(buffers, operation))
         return works
 
     with mock.patch.object(StandIn, "start", start):

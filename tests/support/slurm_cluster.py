@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from free_ports import free_ports
+from interrupts import processes_with
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
@@ -29,33 +30,7 @@ NODE_NAMES = ("127.0.0.1", "127.0.0.2")
 # Of each node; what a job is given where it asks for none.
 MEMORY_MB, DEFAULT_MEMORY_MB = 1000, 100
 
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser={user}
-SlurmdUser={user}
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-StateSaveLocation={folder}/state
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdSpoolDir={folder}/%n.spool
-SlurmdPidFile={folder}/%n.pid
-SlurmdLogFile={folder}/%n.log
-SlurmdParameters=config_overrides
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters={shared}
-SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
-ReturnToService=2
-KillWait={kill_wait_s}
-TaskProlog={folder}/name_host.sh
-GresTypes=gpu
-NodeName={nodes[0]} Port={ports[1]} CPUs=4 RealMemory={memory_mb} {gres}
-NodeName={nodes[1]} Port={ports[2]} CPUs=4 RealMemory={memory_mb} {gres}
-PartitionName=all Nodes=ALL Default=YES {default_memory}
-"""
+CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8")
 
 # Both nodes are this host, and so one node of an exchange, if they are not named.
 NAME_HOST = '#!/bin/sh\necho "export NCCL_HOSTID=$SLURMD_NODENAME"\n'
@@ -126,25 +101,15 @@ class Cluster:
 
     def wait(self, job: str, limit_s: float) -> dict[str, str]:
         """The fields of a job that has ended."""
+        self.wait_until(job, lambda: self.state(job)["JobState"] not in RUNNING_STATES, limit_s)
+        return self.state(job)
+
+    def wait_until(self, job: str, happened: Callable[[], bool], limit_s: float) -> None:
+        """Wait for what a job does."""
         deadline = time.monotonic() + limit_s
-        while (fields := self.state(job))["JobState"] in RUNNING_STATES:
-            assert time.monotonic() < deadline, fields
+        while not happened():
+            assert time.monotonic() < deadline, self.state(job)
             time.sleep(0.2)
-        return fields
-
-
-def processes_with(variable: str) -> dict[int, str]:
-    """Process id -> command line of every process with NAME=VALUE in its first environment."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_bytes().split(b"\0")
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue  # It has just ended.
-        if variable.encode() in environment and command:
-            found[int(process.name)] = command
-    return found
 
 
 @contextmanager
@@ -211,11 +176,11 @@ def _wait_until(condition: Callable[[], bool], folder: Path) -> None:
 
 def _end_all(folder: Path) -> None:
     """End the daemons and whatever they have started, as nothing of it may be left."""
-    variable = f"SLURM_CONF={folder}/slurm.conf"
+    ours = {"SLURM_CONF": f"{folder}/slurm.conf"}
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + KILL_WAIT_S
-        for process in processes_with(variable):
+        for process in processes_with(**ours):
             with suppress(ProcessLookupError):
                 os.kill(process, number)
-        while processes_with(variable) and time.monotonic() < deadline:
+        while processes_with(**ours) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -388,6 +388,8 @@ class Recorder(TorchDispatchMode):
         group: PeerGroup,
     ) -> RecordedWork:
         """Record a collective in which every rank sends `share`; None if values do not matter."""
+        # NCCL takes no others.
+        assert input_.is_contiguous() and output.is_contiguous(), "a message with gaps"
         with self.muted():
             if share is None:
                 output.zero_()

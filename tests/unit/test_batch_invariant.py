@@ -10,15 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.transformer.moe import token_dispatcher as stock
+from test_choice import LAYOUT, config
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.core import Layout
 from monta_megatron.integration import count_sources
 from monta_megatron.integration.dispatcher import MicroBatch, MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import check_chain_runs, planner_for
-
-LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -29,22 +27,13 @@ def order() -> Any:
 
 def config_of(**options: Any) -> SimpleNamespace:
     given = {f"moe_monta_{name}": value for name, value in options.items()}
-    return SimpleNamespace(
-        batch_invariant_mode=True,
-        params_dtype=torch.bfloat16,
-        hidden_size=64,
-        num_moe_experts=8,
-        moe_router_topk=4,
-        moe_router_num_groups=None,
-        moe_router_group_topk=None,
-        **given,
-    )
+    return config(batch_invariant_mode=True, moe_router_topk=4, **given)
 
 
 def problem(**options: Any) -> str:
-    config = config_of(**options)
+    source = config_of(**options)
     try:
-        check_chain_runs(Options.of(config), config, LAYOUT)
+        check_chain_runs(Options.of(source), source, LAYOUT)
     except ValueError as error:
         return str(error)
     return ""
@@ -65,8 +54,8 @@ def test_an_older_megatron_demands_no_order() -> None:
 @pytest.mark.parametrize("overlap_experts", [None, True])
 def test_auto_chooses_among_chains_that_add_in_order(overlap_experts: bool | None) -> None:
     """So that there is none to split with its experts."""
-    config = config_of(overlap_experts=overlap_experts)
-    planner = planner_for(Options.of(config), config, LAYOUT, permuted_only=False)
+    source = config_of(overlap_experts=overlap_experts)
+    planner = planner_for(Options.of(source), source, LAYOUT, permuted_only=False)
     assert {chain.name for chain in planner.chains} == {"alltoall", "alltoall_allgather"}
     assert not planner.splits_experts
 

@@ -10,7 +10,7 @@ from monta_megatron.chains.chain import first_blocks, order_of_issue, split
 from monta_megatron.chains.lower import lower, pipeline_offsets
 from monta_megatron.chains.program import COMBINE, Policy, RowFormat
 from monta_megatron.chains.stage_operations import ranks_per_sum
-from monta_megatron.chains.stages import AllGather, AllToAll, Segments
+from monta_megatron.chains.stages import Segments
 from monta_megatron.chains.token_stages import expert_order
 from monta_megatron.core import Layout
 
@@ -75,12 +75,6 @@ def test_remainders_do_not_gather_in_one_chunk() -> None:
     assert chunks.sum(axis=1).tolist() == [2, 2, 2, 2]
 
 
-def test_expected_values_take_the_same_path() -> None:
-    counts = Counts(sent=np.full((2, 2), 1.5), received=np.full((1, 2, 2), 1.5))
-    bound = CHAIN.bind(layout_of(2, 1, 2), counts, num_chunks=2)
-    assert bound.stages[1].send.tolist() == [[2.0, 2.0], [1.0, 1.0]]
-
-
 def test_the_last_chunk_is_smaller_and_first_on_the_way_back() -> None:
     assert [first_blocks(8, chunks).tolist() for chunks in (1, 2, 3, 4)] == [
         [0],
@@ -88,6 +82,7 @@ def test_the_last_chunk_is_smaller_and_first_on_the_way_back() -> None:
         [0, 3, 6],
         [0, 2, 5, 7],
     ]
+    # Expected values are split likewise.
     counts = Counts(sent=np.full((2, 2), 1.5), received=np.full((2, 2, 2), 1.5))
     bound = CHAIN.bind(layout_of(2, 2, 2), counts, num_chunks=2)
     row = RowFormat(hidden_size=8, value_bytes=4, prob_bytes=0, sum_bytes=4)
@@ -181,95 +176,53 @@ def worlds(draw: st.DrawFn) -> tuple[np.ndarray, int]:
     return rows, draw(st.integers(1, 9))
 
 
-def bind_everywhere(rows: np.ndarray, num_chunks: int) -> dict[tuple[int, int], BoundChain]:
+@given(worlds())
+def test_rows_arrive_in_stock_order(world: tuple[np.ndarray, int]) -> None:
+    """Follow every row by name through the stages: each send meets its receive, none is lost."""
+    rows, num_chunks = world
     ep, etp, _, num_local = rows.shape
-    return {
+    bound = {
         (e, t): CHAIN.bind(
             layout_of(ep, etp, num_local, rank=e * etp + t),
             Counts(sent=rows[e, t], received=rows[:, :, e].transpose(1, 0, 2)),
             num_chunks,
         )
-        for e in range(ep)
-        for t in range(etp)
+        for e, t in np.ndindex(ep, etp)
     }
 
-
-@given(worlds())
-def test_every_send_meets_its_receive(world: tuple[np.ndarray, int]) -> None:
-    rows, num_chunks = world
-    bound = bind_everywhere(rows, num_chunks)
-    for (e, t), mine in bound.items():
-        for stage_number, stage in enumerate(mine.stages):
-            if isinstance(stage.stage, AllToAll):
-                for peer in range(rows.shape[0]):
-                    theirs = bound[peer, t].stages[stage_number]
-                    assert (stage.send[:, peer] == theirs.receive[:, e]).all()
-            if isinstance(stage.stage, AllGather):
-                for peer in range(rows.shape[1]):
-                    theirs = bound[e, peer].stages[stage_number]
-                    assert (stage.send[:, peer] == theirs.receive[:, t]).all()
-
-
-@given(worlds())
-def test_copies_are_permutations(world: tuple[np.ndarray, int]) -> None:
-    rows, num_chunks = world
-    for mine in bind_everywhere(rows, num_chunks).values():
-        for stage, total in (
-            (mine.stages[0], mine.num_source_rows),
-            (mine.stages[-1], mine.num_expert_rows),
-        ):
-            if stage.segments is not None:
-                places = [
-                    row for chunk in range(num_chunks) for row in rows_of(stage.segments, chunk)
-                ]
-                assert sorted(places) == list(range(total))
-
-
-@given(worlds())
-def test_rows_arrive_in_stock_order(world: tuple[np.ndarray, int]) -> None:
-    """Follow every row by name through the stages; the result is (l, t, s, token)."""
-    rows, num_chunks = world
-    ep, etp, _, num_local = rows.shape
-    bound = bind_everywhere(rows, num_chunks)
-
-    def source(e: int, t: int) -> list[tuple[int, int, int, int, int]]:
-        return [
+    def packed(e: int, t: int, chunk: int) -> list[tuple[int, ...]]:
+        pack = bound[e, t].stages[0]
+        whole = [
             (e, t, destination, expert, token)
-            for destination in range(ep)
-            for expert in range(num_local)
+            for destination, expert in np.ndindex(ep, num_local)
             for token in range(rows[e, t, destination, expert])
         ]
+        return whole if pack.segments is None else [whole[n] for n in rows_of(pack.segments, chunk)]
 
-    def chunk_rows(e: int, t: int, chunk: int) -> list[tuple[int, int, int, int, int]]:
-        pack = bound[e, t].stages[0]
-        whole = source(e, t)
-        if pack.segments is None:
-            return whole
-        return [whole[row] for row in rows_of(pack.segments, chunk)]
-
-    def after_exchange(e: int, t: int, chunk: int) -> list[tuple[int, int, int, int, int]]:
+    def exchanged(e: int, t: int, chunk: int) -> list[tuple[int, ...]]:
         arrived = []
         for peer in range(ep):
             send = bound[peer, t].stages[1].send[chunk]
+            assert send[e] == bound[e, t].stages[1].receive[chunk, peer]
             first = send[:e].sum()
-            arrived += chunk_rows(peer, t, chunk)[first : first + send[e]]
+            arrived += packed(peer, t, chunk)[first : first + send[e]]
         return arrived
 
-    for (e, _), mine in bound.items():
-        order = mine.stages[-1]
-        whole: list[tuple[int, int, int, int, int] | None] = [None] * int(mine.num_expert_rows)
+    for (e, t), mine in bound.items():
+        _, _, gather, order = mine.stages
+        placed = []
         for chunk in range(num_chunks):
-            gathered = [row for peer in range(etp) for row in after_exchange(e, peer, chunk)]
-            places = (
-                range(len(gathered)) if order.segments is None else rows_of(order.segments, chunk)
-            )
-            for place, row in zip(places, gathered, strict=True):
-                whole[place] = row
+            parts = [exchanged(e, peer, chunk) for peer in range(etp)]
+            assert gather.receive[chunk].tolist() == [len(part) for part in parts]
+            assert (gather.send[chunk] == len(parts[t])).all()
+            gathered = [row for part in parts for row in part]
+            places = range(len(gathered))
+            if order.segments is not None:
+                places = rows_of(order.segments, chunk)
+            placed += zip(places, gathered, strict=True)
         expected = [
             (s, t, e, expert, token)
-            for expert in range(num_local)
-            for t in range(etp)
-            for s in range(ep)
+            for expert, t, s in np.ndindex(num_local, etp, ep)
             for token in range(rows[s, t, e, expert])
         ]
-        assert whole == expected
+        assert sorted(placed) == list(enumerate(expected))

@@ -173,34 +173,24 @@ def on_host(rows: torch.Tensor) -> torch.Tensor:
 FAULTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     # A value, or a size, of the device.
     "item": (lambda rows: rows[0, 0].item(), "_local_scalar_dense asks the device for a value"),
-    "int": (lambda rows: int(rows[0, 0]), "_local_scalar_dense asks"),
-    "tolist": (lambda rows: rows[0].tolist(), "_local_scalar_dense asks"),
-    "if": (lambda rows: 1 if (rows > 0).any() else 0, "asks the device for a value"),
     "equal": (lambda rows: torch.equal(rows, rows), "equal asks the device for a value"),
     "nonzero": (lambda rows: rows.nonzero(), "nonzero asks the device for a size"),
-    "masked_select": (lambda rows: rows.masked_select(rows > 0), "masked_select asks"),
-    "unique": (lambda rows: rows.unique(), "_unique2 asks the device for a size"),
     "repeat_interleave": (
         lambda rows: torch.repeat_interleave(rows[:, 0], rows[:, 0].long()),
         "repeat_interleave asks the device for a size",
     ),
     "mask": (lambda rows: rows[rows > 0], "index asks the device how much a mask selects"),
-    "mask_put": (lambda rows: rows.__setitem__(rows > 0, rows[0, :1]), "index_put_ asks"),
     # Copies between host and device.
     "cpu": (lambda rows: rows.cpu(), "a blocking copy to the host"),
-    "to_cpu": (lambda rows: rows.to("cpu"), "a blocking copy to the host"),
     "to_cpu_unlisted": (
         lambda rows: rows.to("cpu", non_blocking=True),
         "copies to the host: not listed",
     ),
-    "into_cpu": (lambda rows: on_host(rows).copy_(rows), "a blocking copy to the host"),
     "into_pageable": (
         lambda rows: on_host(rows).copy_(rows, non_blocking=True),
         "a copy to the host of pageable memory",
     ),
     "tensor": (lambda rows: torch.tensor([1], device=rows.device), "a blocking copy to the device"),
-    "new_tensor": (lambda rows: rows.new_tensor([1.0]), "a blocking copy to the device"),
-    "blocking": (lambda rows: on_host(rows).pin_memory().to(rows.device), "a blocking copy"),
     "pageable": (
         lambda rows: on_host(rows).to(rows.device, non_blocking=True),
         "a copy to the device of pageable memory",
@@ -209,7 +199,6 @@ FAULTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
         lambda rows: on_host(rows).pin_memory().to(rows.device, non_blocking=True),
         "copies to the device: not listed",
     ),
-    "list": (lambda rows: rows[[0]], "a blocking copy to the device"),
     "index": (lambda rows: rows[torch.zeros(1).long()], "index takes tensors of the host and"),
     # Waits.
     "event": (

@@ -4,9 +4,7 @@ Megatron's own permutation is replaced by its sizes, as its fused kernel would r
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,17 +12,15 @@ import pytest
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import torch
-from fake_device import FakeDevice, HostWaitsError
+from fake_device import HostWaitsError
 from fake_world import (
     LAYOUTS,
     NUM_TOKENS,
     TOPK,
-    exchanged_counts,
     fake_world,
 )
-from launch_counts import HIDDEN, make_dispatcher, permute_sizes, unpermute_sizes
+from launch_counts import HIDDEN, LISTED, layer_on_device, make_dispatcher
 from megatron.core.transformer.moe import token_dispatcher as stock
-from stream_recorder import RecordedStream
 
 from monta_megatron import plan
 from monta_megatron.chains import CHAINS
@@ -38,30 +34,13 @@ from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.price import lower_expected
 
 LAYOUT = LAYOUTS[16, 1]
-COPY = "integration.count_sources.copy_to_host"
-WAIT = "integration.count_sources.read"
-ROW_INDICES = "exchange.exchange._expand_runs"
+COPY, WAIT, ROW_INDICES = LISTED
 
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
     with fake_world():
         yield
-
-
-@contextmanager
-def a_layer(
-    chain_name: str, router_dtype: str = "fp32"
-) -> Iterator[tuple[MontaTokenDispatcher, torch.Tensor, FakeDevice]]:
-    """A dispatcher on a device, and its routing map on the host."""
-    with mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"):
-        made = make_dispatcher(chain_name, router_dtype=router_dtype)
-        copied, routed = exchanged_counts(made._counts.count_messages)
-        device = FakeDevice(listed=[COPY, WAIT, ROW_INDICES], host_values=copied.numpy())
-        made.monitor = device.recorder.monitor
-        made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")
-        with device, mock.patch.multiple(stock, permute=permute_sizes, unpermute=unpermute_sizes):
-            yield made, routed, device
 
 
 def forward(
@@ -83,7 +62,7 @@ def forward(
 
 @pytest.mark.parametrize("chain_name", CHAINS)
 def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None:
-    with a_layer(chain_name) as (made, routed, device):
+    with layer_on_device(chain_name) as (made, routed, device):
         forward(made, routed)
         made.joined_counts = None
     of_counts = [each for each in device.crossings if not each.startswith(ROW_INDICES)]
@@ -102,7 +81,7 @@ def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None
 def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> None:
     """The planner knows."""
     with (
-        a_layer(chain_name, "fp64") as (made, routed, _),
+        layer_on_device(chain_name, router_dtype="fp64") as (made, routed, _),
         mock.patch.object(dispatcher, "combine", wraps=dispatcher.combine) as combine,
     ):
         forward(made, routed, torch.float64)
@@ -150,44 +129,29 @@ def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: str) -> None:
     assert f": {planned.predicted_us:,.0f} us, {planned.reason}" in why
 
 
-@pytest.mark.parametrize(
-    ("move", "message"),
-    [
-        (lambda counts: counts.cpu(), "a blocking copy to the host"),
-        (
-            lambda counts: torch.empty(counts.shape, dtype=counts.dtype).copy_(counts, True),
-            "a copy to the host of pageable memory",
-        ),
-        (lambda counts: counts[counts > 0], "index asks the device how much a mask selects"),
-    ],
-    ids=["blocking", "pageable", "mask"],
-)
-def test_a_copy_that_stops_the_host_is_found(move: Any, message: str) -> None:
+def test_a_copy_that_stops_the_host_is_found() -> None:
+    """`test_cuda_branch.py` has the other ways to stop it."""
     with (
-        pytest.raises(HostWaitsError, match=message),
-        a_layer("hierarchical_alltoall") as (made, routed, _),
+        pytest.raises(HostWaitsError, match="a blocking copy to the host"),
+        layer_on_device("hierarchical_alltoall") as (made, routed, _),
         mock.patch.object(
-            count_sources, "maybe_move_tensor_to_cpu", lambda counts, record_stream: move(counts)
+            count_sources, "maybe_move_tensor_to_cpu", lambda counts, **_: counts.cpu()
         ),
     ):
         forward(made, routed)
 
 
-def test_a_copy_that_does_not_wait_for_the_counting_is_found() -> None:
-    with (
-        a_layer("hierarchical_alltoall") as (made, routed, device),
-        mock.patch.object(made.cuda_dtoh_stream, "wait_stream"),
-    ):
-        forward(made, routed)
-    assert {each.kind for each in device.recorder.findings} == {"race"}
-
-
-def test_counts_that_are_not_held_for_their_copy_are_found() -> None:
-    def move(tensor: torch.Tensor, record_stream: bool) -> torch.Tensor:
-        return stock.maybe_move_tensor_to_cpu(tensor)
-
-    with a_layer("hierarchical_alltoall") as (made, routed, device):
-        with mock.patch.object(count_sources, "maybe_move_tensor_to_cpu", move):
+@pytest.mark.parametrize("kind", ["race", "reuse"])
+def test_a_copy_before_the_counting_or_of_memory_that_is_not_held_is_found(kind: str) -> None:
+    with layer_on_device("hierarchical_alltoall") as (made, routed, device):
+        fault = mock.patch.object(made.cuda_dtoh_stream, "wait_stream")
+        if kind == "reuse":
+            fault = mock.patch.object(
+                count_sources,
+                "maybe_move_tensor_to_cpu",
+                lambda counts, **_: stock.maybe_move_tensor_to_cpu(counts),
+            )
+        with fault:
             forward(made, routed)
         made.joined_counts = None
-    assert {each.kind for each in device.recorder.findings} == {"reuse"}
+    assert {each.kind for each in device.recorder.findings} == {kind}

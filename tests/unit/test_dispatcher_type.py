@@ -1,17 +1,11 @@
-"""Every comparison of the dispatcher type in the installed Megatron is in the table.
-
-sees "alltoall"   the string is replaced for the time of the call: what holds for the stock
-                  alltoall dispatcher holds for ours, which is a subclass of it
-sees "monta"      the comparison may see the real string; the reason says why that is right
-answered          the function is wrapped, and our answer replaces Megatron's
-"""
+"""Every comparison of the dispatcher type in the installed Megatron is in the table."""
 
 import ast
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,88 +14,34 @@ from monta_megatron.integration.arguments import patch_should_free_input
 pytestmark = pytest.mark.old_end
 
 FIELD = "moe_token_dispatcher_type"
-
-
-class Comparison(NamedTuple):
-    """A function of Megatron that compares the dispatcher type."""
-
-    module: str
-    function: str
-    sees: Literal["alltoall", "monta", "answered"]
-    reason: str
-
-
-COMPARISONS = (
-    Comparison(
-        "megatron.core.transformer.transformer_config",
-        "TransformerConfig.__post_init__",
-        "alltoall",
-        "its checks of shared-expert overlap, router padding, variable sequence lengths, 1F1B "
-        "overlap, CUDA graphs and batch invariance hold for a subclass of the dispatcher",
+# Why each may stay -> module and function of Megatron.
+COMPARISONS = {
+    # Replaced for the time of the call: it checks shared-expert overlap, router padding, variable
+    # sequence lengths, 1F1B overlap, CUDA graphs and batch invariance, which a subclass takes too;
+    # or it builds the stock dispatcher that ours replaces before anyone uses it.
+    'sees "alltoall"': (
+        "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
+        "megatron.core.transformer.moe.moe_layer:MoELayer._setup_inference_mode",
     ),
-    Comparison(
-        "megatron.core.transformer.moe.moe_layer",
-        "MoELayer.__init__",
-        "alltoall",
-        "the stock dispatcher that it builds is replaced by ours before anyone uses it",
+    # Our token_dispatch leaves rows in expert order, so the experts' input is the dispatched tensor
+    # itself and outlives the forward pass. In 0.16 the function is in the second module.
+    "wrapped, and our answer replaces Megatron's": (
+        "megatron.core.models.common.utils:should_free_input",
+        "megatron.core.models.gpt.fine_grained_callables:should_free_input",
     ),
-    Comparison(
-        "megatron.core.transformer.moe.moe_layer",
-        "MoELayer._setup_inference_mode",
-        "alltoall",
-        "part of the constructor above (0.17)",
+    "asks only whether it is the flex dispatcher": (
+        "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables",
+        "megatron.core.transformer.moe.moe_utils:skip_routed_expert_padding",
+        "megatron.core.transformer.moe.moe_utils:_deepep_permute_pads_grouped_tensor_input",
+        "megatron.core.transformer.moe.router:TopKRouter.routing",
+        "megatron.training.arguments:validate_args",
     ),
-    Comparison(
-        "megatron.core.models.common.utils",
-        "should_free_input",
-        "answered",
-        "our token_dispatch leaves rows in expert order, so the experts' input is the dispatched "
-        "tensor itself and has to outlive the forward pass",
-    ),
-    Comparison(
-        "megatron.core.models.gpt.fine_grained_callables",
-        "should_free_input",
-        "answered",
-        "where megatron-core 0.16 keeps the function above",
-    ),
-    Comparison(
-        "megatron.core.models.gpt.fine_grained_callables",
-        "build_transformer_layer_callables",
-        "monta",
-        "asks only whether it is the flex dispatcher",
-    ),
-    Comparison(
-        "megatron.core.transformer.transformer_layer",
+    "refuses a recomputation under CUDA graphs, and says so": (
+        "megatron.core.transformer.transformer_layer:"
         "TransformerLayer.__init__.can_recompute_pre_mlp_layernorm_for_cudagraph",
-        "monta",
-        "refuses the recomputation under CUDA graphs and says so: safe, and it is a nested "
-        "function that cannot be reached from outside",
     ),
-    Comparison(
-        "megatron.core.transformer.moe.moe_utils",
-        "skip_routed_expert_padding",
-        "monta",
-        "asks only whether it is the flex dispatcher",
-    ),
-    Comparison(
-        "megatron.core.transformer.moe.moe_utils",
-        "_deepep_permute_pads_grouped_tensor_input",
-        "monta",
-        "asks only whether it is the flex dispatcher (after 0.19)",
-    ),
-    Comparison(
-        "megatron.core.transformer.moe.router",
-        "TopKRouter.routing",
-        "monta",
-        "asks only whether it is the flex dispatcher (branch dev)",
-    ),
-    Comparison(
-        "megatron.training.arguments",
-        "validate_args",
-        "monta",
-        "asks only whether it is the flex dispatcher",
-    ),
-)
+}
 
 
 def comparisons(source: str) -> Iterator[tuple[str, str]]:
@@ -137,9 +77,9 @@ def megatron_sources() -> Iterator[tuple[str, str]]:
 
 
 def test_every_comparison_in_the_installed_megatron_is_listed() -> None:
-    listed = {(each.module, each.function) for each in COMPARISONS}
+    listed = {place for places in COMPARISONS.values() for place in places}
     found = {
-        (module, function): text
+        f"{module}:{function}": text
         for module, source in megatron_sources()
         for function, text in comparisons(source)
     }
@@ -149,21 +89,18 @@ def test_every_comparison_in_the_installed_megatron_is_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("body", "found"),
     [
-        "def f(c):\n    return c.moe_token_dispatcher_type == 'flex'",
-        "def f(c):\n    return 'x' in (c.moe_token_dispatcher_type,)",
-        "def f(c):\n    return getattr(c, 'moe_token_dispatcher_type') != 'alltoall'",
-        "def f(c):\n    match c.moe_token_dispatcher_type:\n        case 'a': pass",
+        ("return c.moe_token_dispatcher_type == 'flex'", ["f"]),
+        ("return 'x' in (c.moe_token_dispatcher_type,)", ["f"]),
+        ("return getattr(c, 'moe_token_dispatcher_type') != 'alltoall'", ["f"]),
+        ("match c.moe_token_dispatcher_type:\n        case 'a': pass", ["f"]),
+        # Another field.
+        ("return c.inference_moe_token_dispatcher_type == 'nvls'", []),
     ],
 )
-def test_a_new_comparison_is_found(source: str) -> None:
-    assert [function for function, _ in comparisons(source)] == ["f"]
-
-
-def test_the_inference_dispatcher_is_another_field() -> None:
-    source = "def f(c):\n    return c.inference_moe_token_dispatcher_type == 'nvls'"
-    assert list(comparisons(source)) == []
+def test_a_new_comparison_is_found(body: str, found: list[str]) -> None:
+    assert [function for function, _ in comparisons(f"def f(c):\n    {body}")] == found
 
 
 def test_a_function_is_wrapped_once_where_it_is_defined() -> None:

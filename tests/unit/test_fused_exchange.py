@@ -24,22 +24,8 @@ def interpreter() -> Iterator[Preloaded]:
     process.close()
 
 
-def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int) -> None:
-    """In the interpreter's process."""
-    import fused_exchanges
-
-    fused_exchanges.compare(chain_name, layout_name, num_chunks, num_tokens)
-
-
-def calibrate() -> None:
-    """In the interpreter's process."""
-    import fused_exchanges
-
-    fused_exchanges.calibrate()
-
-
 def test_a_calibration_times_what_a_training_launches(interpreter: Preloaded) -> None:
-    result = interpreter.run(calibrate)
+    result = interpreter.run("fused_exchanges:calibrate")
     assert result.returncode == 0, result.stderr
 
 
@@ -47,5 +33,5 @@ def test_a_calibration_times_what_a_training_launches(interpreter: Preloaded) ->
 def test_fused_exchanges_give_the_same_bits(
     interpreter: Preloaded, chain_name: str, layout_name: str
 ) -> None:
-    result = interpreter.run(compare, chain_name, layout_name, 3, 11)
+    result = interpreter.run("fused_exchanges:compare", chain_name, layout_name, 3, 11)
     assert result.returncode == 0, result.stderr

@@ -26,18 +26,31 @@ def _problem_of_type(device: str) -> str:
     return "" if device == "cuda" else kernel_problem(device)
 
 
+@pytest.fixture
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What each of the ranks 8 to 11 says."""
+    problems = ["", "", "", ""]
+    monkeypatch.setattr(kernel_choice, "gather_objects", lambda *_: problems)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [8, 9, 10, 11])
+    return problems
+
+
 @pytest.mark.parametrize(
-    ("choice", "device", "expected"),
+    ("choice", "device", "expected", "agreed"),
     [
-        ("auto", "cuda", True),
-        ("fused", "cuda", True),
-        ("torch", "cuda", False),
-        ("auto", "cpu", False),
-        ("torch", "cpu", False),
+        ("auto", "cuda", True, "fused"),
+        ("fused", "cuda", True, "fused"),
+        ("torch", "cuda", False, "torch"),
+        ("auto", "cpu", False, "auto"),
+        ("torch", "cpu", False, "torch"),
     ],
 )
-def test_fused_kernels_are_for_gpus(gpus: None, choice: str, device: str, expected: bool) -> None:
+def test_fused_kernels_are_for_gpus(
+    gpus: None, four_ranks: list[str], choice: str, device: str, expected: bool, agreed: str
+) -> None:
+    """On all ranks the same."""
     assert is_fused(choice, device) == expected
+    assert agreed_kernels(choice, device, mock.sentinel.group) == (agreed, None)
 
 
 def test_fused_kernels_are_refused_where_they_cannot_run() -> None:
@@ -78,23 +91,6 @@ def test_a_triton_that_cannot_build_is_named(raised: Exception, said: str) -> No
         mock.patch.object(tiles, "_write_one", kernel),
     ):
         assert tiles.build_problem() == f"Triton cannot build a kernel: {said}"
-
-
-@pytest.fixture
-def four_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What each of the ranks 8 to 11 says."""
-    problems = ["", "", "", ""]
-    monkeypatch.setattr(kernel_choice, "gather_objects", lambda *_: problems)
-    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [8, 9, 10, 11])
-    return problems
-
-
-def test_all_ranks_run_the_same_kernels(gpus: None, four_ranks: list[str]) -> None:
-    group = mock.sentinel.group
-    assert agreed_kernels("auto", "cuda", group) == ("fused", None)
-    assert agreed_kernels("fused", "cuda", group) == ("fused", None)
-    assert agreed_kernels("torch", "cuda", group) == ("torch", None)
-    assert agreed_kernels("auto", "cpu", group) == ("auto", None)
 
 
 def test_one_rank_that_cannot_build_decides_for_all(gpus: None, four_ranks: list[str]) -> None:

@@ -107,17 +107,12 @@ class Weighted(torch.nn.Module):
         return torch.cat(outputs) * probs[:, None]
 
 
-def scaled(rows: torch.Tensor, _: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """Experts without weights."""
-    return rows * 2 * probs[:, None]
-
-
 def peak_bytes(
     chain_name: str,
     layout_name: str,
     num_chunks: int,
     experts: Experts,
-    memory: list[torch.Tensor] | None = None,
+    memory: list[torch.Tensor],
 ) -> int:
     """The most that a layer holds, forward and backward, above what is there before.
 
@@ -137,7 +132,7 @@ def peak_bytes(
     rows, probs, ids = make_inputs(whole, routing_map)
     assert ids is not None
     with recorder:
-        before = recorder.forget_peak([rows.detach(), probs.detach(), ids, *(memory or [])])
+        before = recorder.forget_peak([rows.detach(), probs.detach(), ids, *memory])
         if num_chunks:
             output = run_pipeline(chunks, rows * 1, probs * 1, ids, experts)
         else:
@@ -158,63 +153,48 @@ def chunk_bytes(chain_name: str, layout_name: str) -> int:
     return max(exchange.bound_chain.rows_at[-1]) * HIDDEN * 4
 
 
-@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
-def test_at_most_two_chunks_above_the_unsplit_layer(chain_name: str, layout_name: str) -> None:
-    split, whole = (
-        peak_bytes(chain_name, layout_name, num_chunks, scaled) for num_chunks in (NUM_CHUNKS, 0)
-    )
-    assert split <= whole + 2 * chunk_bytes(chain_name, layout_name)
-
-
-@pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
-def test_one_set_of_weight_gradients_besides(chain_name: str, layout_name: str) -> None:
-    """The engine sums the chunks' before the hooks run, which add them to `main_grad`."""
-    experts = {number: Weighted(None) for number in (0, NUM_CHUNKS)}
-    peaks = {
-        number: peak_bytes(chain_name, layout_name, number, module, module.memory)
-        for number, module in experts.items()
-    }
-    one_weight = HIDDEN * HIDDEN * 4
-    set_bytes, two_chunks = 4 * one_weight, 2 * chunk_bytes(chain_name, layout_name)
-    # The gradient that a product is just making comes on top; the unsplit layer has it as well, but
-    # not when it holds most.
-    assert peaks[NUM_CHUNKS] <= peaks[0] + two_chunks + set_bytes + one_weight
-    assert peaks[NUM_CHUNKS] >= peaks[0] + set_bytes - one_weight - two_chunks
-    split, whole = (experts[number] for number in (NUM_CHUNKS, 0))
-    assert split.numbers_of_hooks == whole.numbers_of_hooks == [1] * 4
-    for mine, theirs in zip(split.weights, whole.weights, strict=True):
-        # Sums of some 100 products in another order.
-        torch.testing.assert_close(mine.main_grad, theirs.main_grad, rtol=1e-5, atol=1e-2)
-
-
 def shared_placeholder() -> Callable[[torch.Tensor], torch.Tensor]:
     """One for all products, as Transformer Engine has it."""
     shared = torch.empty(HIDDEN, HIDDEN)
     return lambda weight: shared.detach()
 
 
-@pytest.mark.parametrize("kind", ["fresh", "shared"])
+PLACEHOLDERS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "fresh": lambda: torch.empty_like,
+    "shared": shared_placeholder,
+}
+
+
+@pytest.mark.parametrize("kind", PLACEHOLDERS)
 @pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
-def test_none_where_products_add_to_main_grad(chain_name: str, layout_name: str, kind: str) -> None:
-    """Autograd holds no placeholders either, as it would without `with_one_placeholder`."""
+def test_weight_gradients(chain_name: str, layout_name: str, kind: str) -> None:
+    """Two chunks above the unsplit layer at most, where products add to `main_grad`.
 
-    def weighted() -> Weighted:
-        return Weighted(torch.empty_like if kind == "fresh" else shared_placeholder())
-
-    whole, split, plain = weighted(), weighted(), weighted()
-    add_in_every_call(split)
+    Autograd holds no placeholders either, as it would without `with_one_placeholder`. Where none
+    adds, there is one set of gradients besides: the engine sums the chunks' before the hooks run.
+    """
+    whole, split, plain = (Weighted(PLACEHOLDERS[kind]()) for _ in range(3))
+    if kind != "none":
+        add_in_every_call(split)
     unsplit, mine, without = (
         peak_bytes(chain_name, layout_name, num_chunks, experts, module.memory)
         for num_chunks, experts, module in (
             (0, whole, whole),
-            (NUM_CHUNKS, with_one_placeholder(split, split), split),
+            (NUM_CHUNKS, split if kind == "none" else with_one_placeholder(split, split), split),
             (NUM_CHUNKS, plain, plain),
         )
     )
-    assert mine <= unsplit + 2 * chunk_bytes(chain_name, layout_name)
-    assert without > mine + 2 * HIDDEN * HIDDEN * 4
+    one_weight, two_chunks = HIDDEN * HIDDEN * 4, 2 * chunk_bytes(chain_name, layout_name)
+    if kind == "none":
+        # The gradient that a product is just making comes on top; the unsplit layer has it as well,
+        # but not when it holds most.
+        assert abs(mine - unsplit - 4 * one_weight) <= two_chunks + one_weight
+    else:
+        assert mine <= unsplit + two_chunks
+        assert without > mine + 2 * one_weight
+        assert all(getattr(weight, MARK) for weight in split.weights)
     assert split.numbers_of_hooks == whole.numbers_of_hooks == [1] * 4
     for ours, theirs in zip(split.weights, whole.weights, strict=True):
-        assert getattr(ours, MARK)
         # Sums of some 100 products in another order.
         torch.testing.assert_close(ours.main_grad, theirs.main_grad, rtol=1e-5, atol=1e-2)

@@ -8,8 +8,8 @@ import torch
 from fake_world import bound_exchange, chunks_of
 
 from monta_megatron.chains import CHAINS, TokenCounts
+from monta_megatron.chains.pipelined_layer import pipelined_steps
 from monta_megatron.core import Layout
-from monta_megatron.exchange import pipeline
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.pipeline import run_pipeline
@@ -115,98 +115,57 @@ def test_rounding_is_that_of_the_experts(dtype: torch.dtype, num_chunks: int) ->
     assert error(split, "weight") <= (2 * num_chunks - 1) ** 0.5 * error(whole, "weight")
 
 
-def steps_of(monkeypatch: pytest.MonkeyPatch, **experts: Any) -> list[str]:
-    """What happens to 3 chunks, such as "dispatch 0 starts"."""
-    steps: list[str] = []
-    of_pipeline = pipeline._Pipeline
-    start, finish = of_pipeline._start, of_pipeline.finish
-
-    def starting(self: Any, pass_: Any, chunk: int, execution: Any) -> None:
-        steps.append(f"{pass_.name} {chunk} starts")
-        start(self, pass_, chunk, execution)
-
-    def finishing(self: Any, pass_: Any, chunk: int) -> Any:
-        steps.append(f"{pass_.name} {chunk} ends")
-        return finish(self, pass_, chunk)
-
-    monkeypatch.setattr(of_pipeline, "_start", starting)
-    monkeypatch.setattr(of_pipeline, "finish", finishing)
-    original = Gated.forward
-
-    def computing(self: Gated, *args: Any) -> torch.Tensor:
-        steps.append(f"experts {len(self.numbers_of_rows)}")
-        output = original(self, *args)
-        output.register_hook(lambda gradient: steps.append("experts backward"))
-        return output
-
-    monkeypatch.setattr(Gated, "forward", computing)
-    for name, value in experts.items():
-        monkeypatch.setattr(Gated, name, value, raising=False)
-    run(3)
-    return steps
-
-
-FORWARD = """
-    dispatch 0 starts
-    dispatch 1 starts | dispatch 0 ends | experts 0 | combine 0 starts
-    dispatch 2 starts | dispatch 1 ends | experts 1 | combine 1 starts | combine 0 ends
-    dispatch 2 ends | experts 2 | combine 2 starts | combine 1 ends
-    combine 2 ends
+# Forward; backward is the mirror image, which `test_pipeline_streams.py` shows on each chain.
+STEPS = """
+    start first 0
+    start first 1 | end first 0 | start experts 0 | end experts 0 | start second 0
+    start first 2 | end first 1 | start experts 1 | end experts 1 | start second 1 | end second 0
+    end first 2   | start experts 2 | end experts 2 | start second 2 | end second 1
+    end second 2
+"""
+# Experts beside the host are waited for when the next chunk's are under way.
+IN_BACKGROUND = """
+    start first 0
+    start first 1 | end first 0 | start experts 0
+    start first 2 | end first 1 | start experts 1 | end experts 0 | start second 0
+    end first 2   | start experts 2 | end experts 1 | start second 1 | end second 0
+    end experts 2 | start second 2 | end second 1
+    end second 2
 """
 
 
-def test_backward_is_the_mirror_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = steps_of(monkeypatch)
-    expected = [step.strip() for line in FORWARD.split("\n") for step in line.split("|") if step]
-    forward, backward = steps[: len(steps) // 2], steps[len(steps) // 2 :]
-    assert forward == [step for step in expected if step]
-    transposes = {"dispatch": "dispatch_backward", "combine": "combine_backward"}
-    mirrored = []
-    for step in reversed(forward):
-        name, chunk, *what = step.split()
-        if name == "experts":
-            mirrored.append("experts backward")
-        else:
-            end = {"starts": "ends", "ends": "starts"}[what[0]]
-            mirrored.append(f"{transposes[name]} {chunk} {end}")
-    assert backward == mirrored
+@pytest.mark.parametrize("steps", [STEPS, IN_BACKGROUND], ids=["steps", "in background"])
+def test_order_of_steps(steps: str) -> None:
+    expected = [step.strip() for line in steps.strip().split("\n") for step in line.split("|")]
+    found = pipelined_steps(3, in_background=steps is IN_BACKGROUND)
+    assert [f"{step} {chunk}" for step, chunk in found] == expected
 
 
-def test_experts_beside_the_host_trail_by_a_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_experts_beside_the_host_trail_by_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
 
     def wait(self: Gated, outputs: torch.Tensor) -> torch.Tensor:
         waited.append(len(self.numbers_of_rows))
         return outputs
 
-    steps = steps_of(monkeypatch, wait=wait)
-    assert steps.index("experts 1") < steps.index("combine 0 starts") < steps.index("experts 2")
-    # Of chunk c when chunk c + 1 is under way.
+    monkeypatch.setattr(Gated, "wait", wait, raising=False)
+    run(3)
     assert waited == [2, 3, 3]
 
 
-def test_nothing_is_kept_once_the_graph_is_gone() -> None:
-    torch.manual_seed(0)
-    experts, routing_map = Gated(), routing_of(TOKENS)
-    hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    chunks = exchanges(routing_map, 2)
-    probs, ids = expert_ids_of(routing_map, torch.rand(TOKENS, NUM_EXPERTS), TOPK)
-    output = run_pipeline(chunks, hidden, probs, ids, experts)
-    kept = output.grad_fn.pipeline
-    assert not kept._under_way and not kept._results and not kept.sources
-    output.sum().backward()
-    assert not kept._under_way and not kept._results and not kept.sources
-
-
-def test_without_gradient_it_makes_no_graph() -> None:
+@pytest.mark.parametrize("has_graph", [True, False])
+def test_nothing_is_kept_once_the_graph_is_gone(has_graph: bool) -> None:
+    """Without a gradient there is none from the start."""
     routing_map = routing_of(TOKENS)
+    hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     probs, ids = expert_ids_of(routing_map, torch.rand(TOKENS, NUM_EXPERTS), TOPK)
-    hidden = torch.randn(TOKENS, HIDDEN)
-    with torch.no_grad():
+    with torch.set_grad_enabled(has_graph):
         output = run_pipeline(exchanges(routing_map, 2), hidden, probs, ids, Gated())
-    assert output.grad_fn is None and output.shape == (TOKENS, HIDDEN)
+    assert (output.grad_fn is not None) == has_graph and output.shape == (TOKENS, HIDDEN)
+    for backward in (lambda: None, lambda: output.sum().backward()) if has_graph else ():
+        kept = output.grad_fn.pipeline
+        backward()
+        assert not kept._under_way and not kept._results and not kept.sources
 
 
 def test_counts_of_blocks() -> None:

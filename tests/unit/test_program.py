@@ -39,39 +39,32 @@ def bound_chain(rows: int = 3, num_chunks: int = 2) -> BoundChain:
     return CHAINS["alltoall_allgather"].bind(layout, counts, num_chunks)
 
 
-def listed(bound: BoundChain, policy: Policy) -> list[tuple[str, str, int]]:
+def listed(bound: BoundChain, policy: Policy) -> list[str]:
     program = lower(bound, COMBINE, BF16, 0, policy).program
-    return [(each.kind, each.stage, each.chunk) for each in program.operations]
+    return [f"{each.kind}: {each.stage} {each.chunk}" for each in program.operations]
 
 
-def test_combine_by_hand() -> None:
-    # Transposed, from the last chunk to the first. The parts that an AllGather's transpose brings
-    # are summed by the stage that sends the sums on; chunk 0's parts are under way meanwhile.
-    assert listed(bound_chain(), "streams") == [
-        ("pack", "order", 1),
-        ("alltoall", "allgather", 1),
-        ("pack", "order", 0),
-        ("alltoall", "allgather", 0),
-        ("reduce_ranks", "sum of allgather", 1),
-        ("alltoall", "alltoall", 1),
-        ("reduce_ranks", "sum of allgather", 0),
-        ("alltoall", "alltoall", 0),
-        ("put", "pack", 1),
-        ("put", "pack", 0),
-    ]
-    # A host moves what stays on its node itself, and puts nothing off for it.
-    assert listed(bound_chain(), "host") == [
-        ("pack", "order", 1),
-        ("alltoall", "allgather", 1),
-        ("reduce_ranks", "sum of allgather", 1),
-        ("alltoall", "alltoall", 1),
-        ("pack", "order", 0),
-        ("alltoall", "allgather", 0),
-        ("reduce_ranks", "sum of allgather", 0),
-        ("alltoall", "alltoall", 0),
-        ("put", "pack", 1),
-        ("put", "pack", 0),
-    ]
+# Transposed, from the last chunk to the first. The parts that an AllGather's transpose brings are
+# summed by the stage that sends the sums on; chunk 0's parts are under way meanwhile.
+ON_STREAMS = """
+    pack: order 1 | alltoall: allgather 1
+    pack: order 0 | alltoall: allgather 0
+    reduce_ranks: sum of allgather 1 | alltoall: alltoall 1
+    reduce_ranks: sum of allgather 0 | alltoall: alltoall 0
+    put: pack 1 | put: pack 0
+"""
+# A host moves what stays on its node itself, and puts nothing off for it.
+ON_THE_HOST = """
+    pack: order 1 | alltoall: allgather 1 | reduce_ranks: sum of allgather 1 | alltoall: alltoall 1
+    pack: order 0 | alltoall: allgather 0 | reduce_ranks: sum of allgather 0 | alltoall: alltoall 0
+    put: pack 1 | put: pack 0
+"""
+
+
+@pytest.mark.parametrize(("policy", "by_hand"), [("streams", ON_STREAMS), ("host", ON_THE_HOST)])
+def test_combine_by_hand(policy: Policy, by_hand: str) -> None:
+    expected = [each.strip() for line in by_hand.strip().split("\n") for each in line.split("|")]
+    assert listed(bound_chain(), policy) == expected
 
 
 def test_memory_is_used_again_after_the_turns_that_read_it() -> None:

@@ -1,14 +1,13 @@
 """The functions of `import monta_megatron`: what the commands do, from names, files and objects."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import golden
 import pytest
 from commands import Monta
+from run_python import run_python
 
 import monta_megatron
 from monta_megatron.common import strict_yaml
@@ -38,9 +37,8 @@ assert not hasattr(monta_megatron, "plam")
 
 
 def test_it_is_there_on_a_bare_machine() -> None:
-    command = [sys.executable, "-I", "-S", "-c", WITHOUT_ANYTHING]
-    command[-1] = f"import sys; sys.path.insert(0, {str(CONFIGS.parent / 'src')!r})\n{command[-1]}"
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    path = f"import sys; sys.path.insert(0, {str(CONFIGS.parent / 'src')!r})\n"
+    result = run_python("-I", "-S", "-c", f"{path}{WITHOUT_ANYTHING}")
     assert (result.returncode, result.stderr) == (0, "")
 
 

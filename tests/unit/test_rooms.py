@@ -1,4 +1,4 @@
-"""The arrows between rooms, and what a training imports."""
+"""The arrows between rooms: so a training imports no tool, no plot and no command line."""
 
 import ast
 from collections.abc import Iterator
@@ -23,16 +23,6 @@ ARROWS = {
 # Files that belong to a room.
 ROOM_OF = {"__main__": "cli", "autoload": "integration"}
 
-# Where PyTorch and Megatron enter; what else a training run imports follows from these.
-ENTRIES = (
-    "monta_megatron.autoload",
-    "monta_megatron.integration.registration",
-    "monta_megatron.integration.layer",
-    "monta_megatron.integration.dispatcher",
-)
-# Lines that are not empty.
-MOST_LINES_OF_A_TRAINING_RUN = 8000
-
 
 def module_of(path: Path) -> str:
     """src/monta_megatron/cli/__init__.py -> monta_megatron.cli."""
@@ -43,20 +33,18 @@ def module_of(path: Path) -> str:
 PATHS = {module_of(path): path for path in PACKAGE.rglob("*.py")}
 
 
-def nodes(tree: ast.AST, at_import: bool) -> Iterator[ast.AST]:
-    """What runs in a module, sooner or later; or only while it is imported."""
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """What runs in a module, sooner or later."""
     for child in ast.iter_child_nodes(tree):
-        never_runs = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        runs_later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-        if not never_runs and not (at_import and runs_later):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
             yield child
-            yield from nodes(child, at_import)
+            yield from nodes(child)
 
 
-def imports(module: str, at_import: bool = False) -> set[str]:
-    """Our modules that a module imports, anywhere in it or only while it is imported itself."""
+def imports(module: str) -> set[str]:
+    """Our modules that a module imports, anywhere in it."""
     names = set()
-    for node in nodes(ast.parse(PATHS[module].read_text()), at_import):
+    for node in nodes(ast.parse(PATHS[module].read_text())):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -83,25 +71,3 @@ def test_every_import_is_an_arrow() -> None:
         if room_of(imported) not in (room_of(module), *ARROWS[room_of(module)].split())
     ]
     assert not missing, "no arrow:\n" + "\n".join(missing)
-
-
-def imported_by_a_training_run() -> set[str]:
-    """All that is imported once the entries are, with the packages around it."""
-    waiting, imported = list(ENTRIES), set()
-    while waiting:
-        module = waiting.pop()
-        if module not in imported:
-            imported.add(module)
-            waiting += imports(module, at_import=True)
-            waiting += [module.rpartition(".")[0]] if "." in module else []
-    return imported
-
-
-def test_a_training_run_imports_few_lines() -> None:
-    lines = {
-        module: sum(bool(line.strip()) for line in PATHS[module].read_text().splitlines())
-        for module in imported_by_a_training_run()
-    }
-    total = sum(lines.values())
-    table = "\n".join(f"{count:6} {module}" for module, count in sorted(lines.items()))
-    assert total <= MOST_LINES_OF_A_TRAINING_RUN, f"lines by module:\n{table}\n{total:6}"

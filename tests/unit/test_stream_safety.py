@@ -14,14 +14,13 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_world import bound_exchange, chunks_of, groups_of
+from fake_world import bound_exchange, chunks_of
 from stream_recorder import Entry, Finding, RecordedStream, Recorder, times_in_one_queue
 
 from monta_megatron.chains import CHAINS, Chain, TokenCounts
 from monta_megatron.chains import lower as lower_module
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, Release, RowFormat
-from monta_megatron.chains.stages import AllGather, AllToAll
 from monta_megatron.core import Layout
 from monta_megatron.exchange import operations
 from monta_megatron.exchange import streams as streams_module
@@ -51,6 +50,13 @@ CASES = [
     if chain.incompatibility(LAYOUTS[layout]) is None
 ]
 TOKEN_CASES = [(chain, layout) for chain, layout in CASES if CHAINS[chain].rows == "tokens"]
+# Those on which a chunk goes through two collectives.
+TWO_COLLECTIVES = {
+    ("alltoall_allgather", "ep2_etp2"): ("alltoall", "allgather"),
+    ("hierarchical_allgather", "ep4"): ("alltoall between nodes", "allgather in node"),
+    ("hierarchical_allgather", "ep2_etp2"): ("alltoall between nodes", "allgather in node"),
+    ("hierarchical_alltoall", "ep4"): ("alltoall between nodes", "alltoall in node"),
+}
 # Chain, layout, and whether experts are in the pipeline.
 ALL_CASES = [*((*case, False) for case in CASES), *((*case, True) for case in TOKEN_CASES)]
 
@@ -93,25 +99,33 @@ def make_inputs(
     """Rows, probabilities and, in an exchange of tokens, lists of experts."""
     width = exchange.max_experts_per_token
     num_rows = int(exchange.bound_chain.num_source_rows)
-    probs = torch.ones(num_rows, width) if width else torch.ones(num_rows)
+    generator = torch.Generator().manual_seed(1)
+    shape = (num_rows, width) if width else (num_rows,)
+    probs = torch.rand(shape, generator=generator)
     ids = None
     if width:
         num_experts = exchange.bound_chain.layout.num_experts
         numbers = torch.arange(num_experts).expand_as(routing_map)
         numbers = torch.where(routing_map, numbers, num_experts)
         ids = numbers.sort(dim=1).values[:, :width].int()
-    rows = torch.ones(num_rows, HIDDEN, dtype=DTYPE)
+    rows = torch.randn(num_rows, HIDDEN, generator=generator).to(DTYPE)
     return rows.requires_grad_(), probs.requires_grad_(), ids
 
 
-def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> None:
+def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> list[torch.Tensor]:
     """All four passes, with work on the caller's stream before, between and after them."""
     rows, probs, ids = make_inputs(exchange, routing_map)
     expert_rows, expert_probs = dispatch(exchange, rows * 1, probs * 1, ids)
     output = combine(exchange, expert_rows * expert_probs[:, None].to(DTYPE))
-    (output * 2).sum().backward()
+    return finish(output, rows, probs)
+
+
+def finish(output: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor) -> list[torch.Tensor]:
+    """Backward, and work on the gradients: output and gradients."""
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
+    (output * 2).backward(gradient.to(output.dtype))
     assert rows.grad is not None and probs.grad is not None
-    _ = rows.grad + 1, probs.grad + 1
+    return [output.detach(), rows.grad + 1, probs.grad + 1]
 
 
 def scaled(rows: torch.Tensor, _: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -136,10 +150,7 @@ def run_pipelined(
     rows, probs, ids = make_inputs(exchange, routing_map)
     assert ids is not None
     chunks = chunks_of(exchange, counts, num_chunks)
-    output = run_pipeline(chunks, rows * 1, probs * 1, ids, experts)
-    (output * 2).sum().backward()
-    assert rows.grad is not None and probs.grad is not None
-    _ = rows.grad + 1, probs.grad + 1
+    finish(run_pipeline(chunks, rows * 1, probs * 1, ids, experts), rows, probs)
 
 
 def record(
@@ -225,34 +236,23 @@ class ForksEarly(CudaStreams):
             super().fork(num_streams)
 
 
+@pytest.mark.parametrize(("streams", "kinds"), [(CudaStreams, set()), (ForksEarly, {"race"})])
 @pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
 def test_allocations_that_fill(
-    chain_name: str, layout_name: str, num_chunks: int, deterministic: None
+    chain_name: str,
+    layout_name: str,
+    num_chunks: int,
+    streams: type[CudaStreams],
+    kinds: set[str],
+    deterministic: None,
 ) -> None:
-    layout = LAYOUTS[layout_name]
-    assert record(chain_name, layout, num_chunks).findings == []
-    findings = record(chain_name, layout, num_chunks, streams=ForksEarly).findings
-    assert {finding.kind for finding in findings} == {"race"}
-
-
-class NoWait(CudaStreams):
-    """The consumer does not wait for what the stage before it launched."""
-
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
-        wait, own = super().ready(works), self._current
-
-        def wait_on_own_stream() -> None:
-            inside = self._current
-            self._set(own)
-            wait()
-            self._set(inside)
-
-        return wait_on_own_stream
+    findings = record(chain_name, LAYOUTS[layout_name], num_chunks, streams=streams).findings
+    assert {finding.kind for finding in findings} == kinds
 
 
 class PreviousEvent(CudaStreams):
-    """The consumer waits for the chunk before."""
+    """The consumer waits for the chunk before, and for nothing with the first one."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -304,7 +304,6 @@ class WaitAtOnce(CudaStreams):
 @pytest.mark.parametrize(
     ("streams", "kind"),
     [
-        (NoWait, "race"),
         (PreviousEvent, "race"),
         (NoFork, "race"),
         (NoJoin, "race"),
@@ -389,7 +388,7 @@ def order_of(recorder: Recorder) -> list[tuple[str, str, str, int]]:
 
 @pytest.mark.parametrize("num_chunks", [2, 5])
 @pytest.mark.parametrize(("chain_name", "layout_name", "pipelined"), ALL_CASES)
-def test_collectives_are_issued_in_one_order_whatever_the_data(
+def test_collectives_are_issued_in_one_order_on_every_rank_whatever_the_data(
     chain_name: str, layout_name: str, pipelined: bool, num_chunks: int
 ) -> None:
     expected = order_of(sound(chain_name, layout_name, num_chunks, pipelined))
@@ -397,14 +396,16 @@ def test_collectives_are_issued_in_one_order_whatever_the_data(
     # In the pipeline each chunk is an exchange of its own.
     num_issued = 1 if CHAINS[chain_name].serial or pipelined else num_chunks
     assert {chunk for *_, chunk in expected} == set(range(num_issued))
-    for routing in (
-        Routing(num_tokens=0),
-        Routing(num_tokens=2),  # fewer tokens than chunks: some chunks have no rows
-        Routing(num_tokens=23, one_expert=True),
+    for rank, routing in (
+        (1, Routing(num_tokens=0)),
+        (1, Routing(num_tokens=2)),  # fewer tokens than chunks: some chunks have no rows
+        # Ranks whose counts differ.
+        *((rank, Routing(num_tokens=23, one_expert=True)) for rank in range(len(layout.nodes))),
     ):
-        recorder = record(chain_name, layout, num_chunks, routing, pipelined=pipelined)
-        assert order_of(recorder) == expected, routing
-        assert recorder.findings == [], routing
+        mine = dataclasses.replace(layout, rank=rank)
+        recorder = record(chain_name, mine, num_chunks, routing, pipelined=pipelined)
+        assert order_of(recorder) == expected, (rank, routing)
+        assert recorder.findings == [], (rank, routing)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
@@ -433,39 +434,15 @@ def test_messages_are_contiguous_whatever_the_gradients(
     chain_name: str, layout_name: str, num_local_experts: int
 ) -> None:
     """NCCL takes no others, and the gradient of a sum is a single number, expanded."""
-
-    def start(output: torch.Tensor, message: torch.Tensor, *_: Any) -> mock.Mock:
-        assert message.is_contiguous() and output.is_contiguous()
-        output.zero_()
-        return mock.Mock()
-
     layout = dataclasses.replace(LAYOUTS[layout_name], num_local_experts=num_local_experts)
-    routing_map = Routing(num_tokens=23, topk=2).map(layout.num_experts)
-    exchange = make_exchange(CHAINS[chain_name], layout, routing_map, 2, Recorder())
-    expert_outputs = torch.ones(
-        int(exchange.bound_chain.num_expert_rows), HIDDEN, requires_grad=True
-    )
-    with (
-        mock.patch.object(operations, "start_all_to_all", start),
-        mock.patch.object(operations, "start_all_gather", start),
-    ):
+    routing_map, recorder = Routing(num_tokens=23, topk=2).map(layout.num_experts), Recorder()
+    exchange = make_exchange(CHAINS[chain_name], layout, routing_map, 2, recorder)
+    with recorder:
         expert_inputs = dispatch(exchange, *make_inputs(exchange, routing_map))
         torch.autograd.backward([each.sum() for each in expert_inputs])
-        combine(exchange, expert_outputs).sum().backward()
-
-
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
-def test_collectives_are_issued_in_one_order_on_every_rank(
-    chain_name: str, layout_name: str
-) -> None:
-    # With all tokens on one expert the ranks' counts differ.
-    routing = Routing(num_tokens=23, one_expert=True)
-    layout = LAYOUTS[layout_name]
-    orders = [
-        order_of(record(chain_name, dataclasses.replace(layout, rank=rank), 3, routing))
-        for rank in range(len(layout.nodes))
-    ]
-    assert all(order == orders[0] for order in orders)
+        outputs = torch.ones_like(expert_inputs[0], requires_grad=True)
+        combine(exchange, outputs).sum().backward()
+    assert {entry.step.pass_name for entry in recorder.collectives() if entry.step} == set(PASSES)
 
 
 def test_a_chunk_that_is_left_out_because_it_is_empty_is_found() -> None:
@@ -484,24 +461,6 @@ def test_a_chunk_that_is_left_out_because_it_is_empty_is_found() -> None:
     assert order_of(few) != expected
 
 
-def pipelined_cases() -> list[tuple[str, str]]:
-    """The chains and layouts on which a chunk goes through two collectives."""
-    return [
-        (name, layout)
-        for name, layout in CASES
-        if not CHAINS[name].serial and len(active_collectives(name, layout)) == 2
-    ]
-
-
-def active_collectives(chain_name: str, layout_name: str) -> list[str]:
-    groups = groups_of(LAYOUTS[layout_name])
-    return [
-        stage.name
-        for stage in CHAINS[chain_name].stages
-        if isinstance(stage, AllToAll | AllGather) and groups[stage.group].size > 1
-    ]
-
-
 def spans(recorder: Recorder) -> dict[tuple[str, str, int], tuple[float, float]]:
     """(pass, stage, chunk) -> from when to when its collectives run, in one launch queue."""
     times = times_in_one_queue(recorder.queue)
@@ -514,7 +473,7 @@ def spans(recorder: Recorder) -> dict[tuple[str, str, int], tuple[float, float]]
     return result
 
 
-def assert_overlap(recorder: Recorder, collectives: list[str], num_chunks: int) -> None:
+def assert_overlap(recorder: Recorder, collectives: tuple[str, str], num_chunks: int) -> None:
     """The next chunk's first collective and a chunk's second one run at the same time.
 
     Transposed passes take the chunks from the last to the first.
@@ -534,28 +493,17 @@ def assert_overlap(recorder: Recorder, collectives: list[str], num_chunks: int) 
 
 
 @pytest.mark.parametrize("num_chunks", NUM_CHUNKS[1:])
-@pytest.mark.parametrize(("chain_name", "layout_name"), pipelined_cases())
-def test_collectives_overlap_in_one_launch_queue(
-    chain_name: str, layout_name: str, num_chunks: int
-) -> None:
-    recorder = sound(chain_name, layout_name, num_chunks)
-    assert_overlap(recorder, active_collectives(chain_name, layout_name), num_chunks)
+@pytest.mark.parametrize("case", TWO_COLLECTIVES)
+def test_collectives_overlap_in_one_launch_queue(case: tuple[str, str], num_chunks: int) -> None:
+    assert_overlap(sound(*case, num_chunks), TWO_COLLECTIVES[case], num_chunks)
 
 
-@pytest.mark.parametrize(("chain_name", "layout_name"), pipelined_cases())
-def test_a_wait_at_once_is_found_in_one_launch_queue(chain_name: str, layout_name: str) -> None:
-    recorder = record(chain_name, LAYOUTS[layout_name], 3, streams=WaitAtOnce)
+@pytest.mark.parametrize("case", TWO_COLLECTIVES)
+def test_a_wait_at_once_is_found_in_one_launch_queue(case: tuple[str, str]) -> None:
+    recorder = record(case[0], LAYOUTS[case[1]], 3, streams=WaitAtOnce)
     assert recorder.findings == []
     with pytest.raises(AssertionError, match="no overlap"):
-        assert_overlap(recorder, active_collectives(chain_name, layout_name), 3)
-
-
-def test_the_chains_with_two_collectives_are_all_checked() -> None:
-    assert {name for name, _ in pipelined_cases()} == {
-        "alltoall_allgather",
-        "hierarchical_allgather",
-        "hierarchical_alltoall",
-    }
+        assert_overlap(recorder, TWO_COLLECTIVES[case], 3)
 
 
 def test_one_queue_hand_worked() -> None:

@@ -1,11 +1,11 @@
 """Who reports a mistake, of the ranks that have made it."""
 
 import socket
-import subprocess
 import sys
 from unittest import mock
 
 import pytest
+from run_python import run_python
 
 from monta_megatron.common import first_rank
 
@@ -15,8 +15,10 @@ from monta_megatron.common import first_rank
     [
         ({}, 0, "wrong\n"),
         ({"RANK": "0", "LOCAL_RANK": "0"}, 0, "wrong\n"),
+        ({"SLURM_PROCID": "0"}, 0, "wrong\n"),
         # Another node's first rank, then its others: unless the first rank has ended them by then.
         ({"RANK": "8", "LOCAL_RANK": "0"}, 10, "wrong (rank 8 on {host})\n"),
+        ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, 10, "wrong (rank 8 on {host})\n"),
         ({"RANK": "9", "LOCAL_RANK": "1"}, 15, "wrong (rank 9 on {host})\n"),
     ],
 )
@@ -31,8 +33,8 @@ def test_ranks_report_one_after_the_other(
 
 
 def test_a_mistake_of_all_ranks_is_one_line() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    command = ["--no-python", sys.executable, "-m", "monta_megatron", "bench", "--top-k", "0"]
-    result = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=60)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--no-python")
+    command = (sys.executable, "-m", "monta_megatron", "bench", "--top-k", "0")
+    result = run_python(*torchrun, *command)
     lines = [line for line in result.stderr.splitlines() if line.startswith("monta bench: ")]
     assert lines == ["monta bench: --top-k: got '0', must be an integer >= 1"]

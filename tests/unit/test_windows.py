@@ -1,4 +1,7 @@
-"""Tuning windows of layers that share an exchange, and of models that come one after the other."""
+"""Tuning windows of models that come one after the other; `tests/megatron/test_tuning.py` trains.
+
+There layers of two shapes are tuned one after the other too.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +19,7 @@ from monta_megatron.integration import auto
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.cluster_file import uncalibrated
 from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.planner.tuning import TIME_LAG, Tuner
+from monta_megatron.planner.tuning import Tuner
 
 LAYOUT = Layout(ep=2, etp=1, num_local_experts=2, rank=0, nodes=(0, 1))
 SHAPE = Shape(
@@ -68,17 +71,6 @@ def train(step_of: torch.optim.Optimizer, *used: auto.AutoChooser) -> None:
 
 def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-
-
-def test_layers_of_two_shapes_are_tuned_one_after_the_other(two: list[auto.AutoChooser]) -> None:
-    first, second = two
-    step_of, tuning = optimizer(), []
-    for _ in range(2 * TUNE_STEPS + 4):
-        train(step_of, first, second)
-        tuning.append((first.tuner.is_open, second.tuner.is_open))
-    assert not any(all(each) for each in tuning)
-    assert first.tuner.window is not None and second.tuner.window is not None
-    assert (first.tuner.window.first, second.tuner.window.first) == (0, TUNE_STEPS + TIME_LAG)
 
 
 def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChooser]) -> None:

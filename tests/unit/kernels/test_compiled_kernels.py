@@ -47,21 +47,15 @@ def launch_find(num_parts: int) -> list[Launch]:
 
 def launch_duplicate(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
     before, after = (message(rows, dtype, hidden_size) for rows in (NUM_ROWS, NUM_COPIES))
-    return launches_of(duplicate, before, copies_of(), after)
-
-
-def launch_duplicate_of_messages(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
-    before, after = (
-        Columns(rows=torch.empty(rows, hidden_size, dtype=dtype)) for rows in (NUM_ROWS, NUM_COPIES)
-    )
+    if dtype == torch.uint8:
+        # Whole messages.
+        before, after = Columns(rows=before.rows), Columns(rows=after.rows)
     return launches_of(duplicate, before, copies_of(), after)
 
 
 def launch_duplicate_per_expert(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
-    into = Columns(
-        rows=torch.empty(NUM_COPIES, hidden_size, dtype=dtype), probs=torch.empty(NUM_COPIES)
-    )
-    places = torch.empty(NUM_COPIES, dtype=torch.int64)
+    rows = torch.empty(NUM_COPIES, hidden_size, dtype=dtype)
+    into, places = Columns(rows=rows, probs=torch.empty(NUM_COPIES)), torch.arange(NUM_COPIES)
     return launches_of(duplicate, message(NUM_ROWS, dtype, hidden_size), copies_of(), into, places)
 
 
@@ -100,7 +94,7 @@ ROWS: dict[tuple[Callable[..., list[Launch]], torch.dtype, int], tuple[int, int]
     (launch_duplicate, BFLOAT16, 4096): (4, 4),
     (launch_duplicate, FLOAT32, 4096): (4, 4),
     (launch_duplicate, BFLOAT16, 64): (4, 4),
-    (launch_duplicate_of_messages, torch.uint8, 2 * 4096 + 64): (4, 4),
+    (launch_duplicate, torch.uint8, 2 * 4096 + 64): (4, 4),
     (launch_duplicate_per_expert, BFLOAT16, 7168): (4, 4),
     (launch_duplicate_per_expert, FLOAT32, 64): (4, 4),
     # A value that is kept unrounded takes twice the bytes.

@@ -21,26 +21,12 @@ def interpreter() -> Iterator[Preloaded]:
     process.close()
 
 
-def check(first: int, end: int) -> None:
-    """In the interpreter's process."""
-    import kernel_cases
-
-    kernel_cases.check(first, end)
-
-
-def compare_bytes() -> None:
-    """Likewise."""
-    import kernel_bytes
-
-    kernel_bytes.compare()
-
-
 @pytest.mark.parametrize("first", range(0, NUM_CASES, BATCH))
 def test_kernels_give_what_pytorch_gives(interpreter: Preloaded, first: int) -> None:
-    result = interpreter.run(check, first, first + BATCH)
+    result = interpreter.run("kernel_cases:check", first, first + BATCH)
     assert result.returncode == 0, result.stderr
 
 
 def test_kernels_touch_few_bytes_more_than_needed(interpreter: Preloaded) -> None:
-    result = interpreter.run(compare_bytes)
+    result = interpreter.run("kernel_bytes:compare")
     assert result.returncode == 0, result.stderr
