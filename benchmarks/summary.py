@@ -242,10 +242,10 @@ def plot_predicted(points: Sequence[Measured], path: Path) -> None:
         # Straight on logarithmic axes too; from a measured time on, as what they go through is
         # shown.
         ms = points[0].ours[0].median_ms
-        for error, style in ((0, "-"), (-ERROR_BAND, "--"), (ERROR_BAND, "--")):
+        for error, dashes in ((0, "-"), (-ERROR_BAND, "--"), (ERROR_BAND, "--")):
             ends = [(x, x * (1 + error)) for x in (ms, 1.1 * ms)]
             label = f"{error:.0%} off" if error > 0 else None
-            axis.axline(*ends, linestyle=style, color="#404040", linewidth=0.8, label=label)
+            axis.axline(*ends, linestyle=dashes, color="#404040", linewidth=0.8, label=label)
         axis.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms")
         # Labelled at 0.5, 1, 2, 5, 10, ..., as a table shows figures.
         for line in (axis.xaxis, axis.yaxis):

@@ -64,6 +64,8 @@ def train(
     Raises:
         QuickstartError: the training failed; the text holds the ranks' errors.
     """
+    # For this process too, which imports Megatron to prepare the data.
+    os.environ.update(ENVIRONMENT)
     FOLDER.mkdir(parents=True, exist_ok=True)
     log, record = FOLDER / f"{name}.log", FOLDER / f"{name}.jsonl"
     record.write_text("")
@@ -82,7 +84,6 @@ def train(
     # A session of its own: Ctrl-C reaches only this process, which ends the ranks in order.
     process = subprocess.Popen(
         command,
-        env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -167,7 +167,7 @@ def test_a_point_is_measured_with_the_same_settings_and_cluster(
 @pytest.mark.timeout(2 * LIMIT_S + 60)
 def test_killed_sweep_goes_on(tmp_path: Path) -> None:
     """Three points, two layouts: killed behind the first, then finished."""
-    flags = "repeats: 2, warmup: 1, phase: forward_backward, stock: alltoall"
+    flags = "repeats: 2, phase: forward_backward, stock: alltoall"
     chains = "chains: [alltoall, hierarchical_allgather, auto]"
     headline = HEADLINE.replace("num-chunks", f"{flags}, {chains}, num-chunks")
     out = tmp_path / "out.jsonl"

@@ -31,7 +31,7 @@ OTHERS_PAGES = r"docs/(legacy|README_Hybrid-EP)\.md$"
 # How blocks begin that were measured, come from the log of a training, or are drawn.
 NOT_PRINTED = (
     "iteration   1,394 ms",
-    "iteration     monta",
+    "iteration    monta",
     "monta: auto, EP 8",
     "status  what",
     " node 0, rank 0",
