@@ -80,7 +80,7 @@ def train(
         *(sys.executable, "-m", *launcher, str(Path(__file__).with_name("train.py"))),
         *("--record", str(record), *megatron_arguments(training, data, iterations), *arguments),
     ]
-    print(f"{name:<12}  starting {iterations} iterations", flush=True)
+    print(f"{name:<12}  starting", flush=True)
     # A session of its own: Ctrl-C reaches only this process, which ends the ranks in order.
     process = subprocess.Popen(
         command,
@@ -95,9 +95,9 @@ def train(
         with log.open("w", buffering=1) as output:
             for line in process.stdout:
                 output.write(line)
-                for iteration, loss in read_log(line).losses.items():
-                    if iteration % max(1, iterations // 10) == 0:
-                        print(f"{name:<12}  iteration {iteration}  loss {loss:.4f}", flush=True)
+                iteration = read_log(line).last_iteration
+                if iteration is not None and iteration % max(1, iterations // 10) == 0:
+                    print(f"{name:<12}  iteration {iteration}/{iterations}", flush=True)
         status = process.wait()
     finally:
         # Also ends the ranks if this process is interrupted.
