@@ -18,9 +18,9 @@ from test_stream_safety import LAYOUTS, Routing, make_exchange
 from monta_megatron.calibration.tasks import NUM_COPIES, Point
 from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import count_messages
+from monta_megatron.exchange.buffers import MessageFormat
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
-from monta_megatron.exchange.memory import MessageFormat
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
 

@@ -33,7 +33,7 @@ from monta_megatron.exchange.collectives import (
     new_local_group,
     peer_group,
 )
-from monta_megatron.exchange.kernel_choice import agreed_kernels
+from monta_megatron.exchange.kernels import agreed_kernels
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCE_NAMES, Curve

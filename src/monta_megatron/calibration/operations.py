@@ -24,12 +24,12 @@ from monta_megatron.calibration.tasks import (
 from monta_megatron.chains import CHAINS, Counts
 from monta_megatron.chains.program import COLLECTIVES, Resource
 from monta_megatron.core import Layout
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import Copies, copy_rows
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
-from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.rows import Copies, copy_rows
 
 # Starts an operation; the function that it returns waits for the result.
 Starter: TypeAlias = Callable[[], Callable[[], object]]

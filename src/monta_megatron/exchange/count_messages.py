@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +22,47 @@ from monta_megatron.chains.counts import (
     num_parts,
 )
 from monta_megatron.core import Layout
-from monta_megatron.exchange.copies import block_size, count_routing
-from monta_megatron.exchange.kernel_choice import is_fused
+from monta_megatron.exchange.kernels import is_fused
+
+T = TypeVar("T", int, NDArray[np.int64])
+
+
+def block_size(num_tokens: T, num_blocks: int) -> T:
+    """Tokens of a full block: full blocks come first, then the remainder, then empty ones."""
+    return -(-num_tokens // num_blocks)
+
+
+def count_routing(
+    routing_map_TE: torch.Tensor, num_blocks: int, num_parts: dict[str, int], with_most: bool
+) -> dict[str, torch.Tensor]:
+    """Count by token block: contiguous int32 tensors on the device of the map, with no sync.
+
+    Args:
+        routing_map_TE: bool.
+        num_blocks: B.
+        num_parts: P by name, for equal parts; each part consists of parts of the next kind.
+        with_most: also return the most experts of any token.
+
+    Returns:
+        "experts": [B, E] tokens of each expert; for every name of parts, [B, P] tokens with an
+        expert in each; "most experts": [1] of any token, 0 without tokens.
+    """
+    num_tokens = len(routing_map_TE)
+    # The maximum of no tokens is undefined: pad blocks to one token without an expert.
+    size = max(block_size(num_tokens, num_blocks), 1)
+    if missing := num_blocks * size - num_tokens:
+        routing_map_TE = torch.nn.functional.pad(routing_map_TE, (0, 0, 0, missing))
+    # [T, E] -> [B, T/B, E]
+    hits_BTE = routing_map_TE.view(num_blocks, size, -1)
+    counts = {"experts": hits_BTE.sum(dim=1, dtype=torch.int32)}
+    if with_most:
+        counts["most experts"] = hits_BTE.sum(dim=2, dtype=torch.int32).amax().view(1)
+    hits_BTP = hits_BTE
+    for name, number in reversed(num_parts.items()):
+        # [B, T/B, smaller parts] -> [B, T/B, P, parts of each] -> [B, T/B, P]
+        hits_BTP = hits_BTP.unflatten(2, (number, -1)).any(dim=3)
+        counts[name] = hits_BTP.sum(dim=1, dtype=torch.int32)
+    return counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +111,7 @@ class CountMessages:
         layout: this rank's position.
         num_blocks: B, the number of token blocks; 1 if all chains' rows are permuted
             tokens.
-        kernels: "torch" or "fused"; see `kernel_choice`.
+        kernels: "torch" or "fused"; see `exchange.kernels`.
     """
 
     chains: tuple[Chain, ...]

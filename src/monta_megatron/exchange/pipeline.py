@@ -36,9 +36,9 @@ from monta_megatron.chains.program import (
     DISPATCH_BACKWARD,
     Pass,
 )
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import Execution
-from monta_megatron.exchange.memory import Columns
 
 # (rows [N, H], rows of each local expert, the rows' probabilities [N]) -> their outputs [N, H].
 # Experts that compute beside the host have a method `wait`: outputs -> outputs, once complete.

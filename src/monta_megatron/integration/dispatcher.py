@@ -35,9 +35,9 @@ from monta_megatron.core import Choice
 from monta_megatron.exchange.count_messages import MicroBatchCounts
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
-from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import Experts, run_pipeline
+from monta_megatron.exchange.rows import expert_ids_of
 from monta_megatron.integration.count_sources import demands_order, padded, replaces_preprocess
 from monta_megatron.integration.layer_setup import set_up_layer
 from monta_megatron.integration.supported_settings import check_supported

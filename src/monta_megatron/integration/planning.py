@@ -13,8 +13,8 @@ from monta_megatron.common.rules import hash_of
 from monta_megatron.common.units import counted
 from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange.collectives import nccl_settings
-from monta_megatron.exchange.kernel_choice import device_type, is_fused
-from monta_megatron.exchange.streams import gpu_name
+from monta_megatron.exchange.kernels import is_fused
+from monta_megatron.exchange.streams import device_type, gpu_name
 from monta_megatron.integration.options import OPTION_NAMES, Options
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.routing import UniformRouting

@@ -120,7 +120,7 @@ FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
 
 COUNT_EXCHANGE = "exchange of counts"
 SUMS = ("reduce", "reduce_ranks")
-# About how many times finding copies sorts and scans expert ids, as int64 (exchange/copies.py);
+# About how many times finding copies sorts and scans expert ids, as int64 (exchange/rows.py);
 # twice as many if the copies keep their share of them.
 FIND_VALUE_BYTES = 8
 FIND_PASSES: Mapping[str, int] = {"find_copies": 6, "find_lists": 12}

@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from monta_megatron.exchange.copies import block_size
 from monta_megatron.exchange.kernels.tiles import Launch, blocks_of, kernel
 
 # Values of a tile: 4 for each thread.
@@ -33,11 +32,12 @@ RUNS = tl.constexpr(8)
 def count_routing(
     routing_map_TE: torch.Tensor, num_blocks: int, num_parts: dict[str, int], with_most: bool
 ) -> dict[str, torch.Tensor]:
-    """Count by token block; arguments and result as of `copies.count_routing`."""
+    """Count by token block; arguments and result as of `count_messages.count_routing`."""
     num_tokens, num_experts = routing_map_TE.shape
     inner = max(num_parts.values(), default=1)
     outer = min(num_parts.values(), default=1)
-    size = block_size(num_tokens, num_blocks)
+    # As `count_messages.block_size`.
+    size = blocks_of(num_tokens, num_blocks)
     count, add, tokens = _launches(
         routing_map_TE.device, num_experts, outer, inner, routing_map_TE.stride(0)
     )

@@ -12,7 +12,7 @@ Grid: [M / rows of a tile, row / units of a tile]; programs of the first units c
 import torch
 import triton.language as tl
 
-from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.kernels.tiles import (
     COPIED,
     LIST,
@@ -24,7 +24,7 @@ from monta_megatron.exchange.kernels.tiles import (
     tile_for,
     values_per_unit,
 )
-from monta_megatron.exchange.memory import Columns
+from monta_megatron.exchange.rows import Copies
 
 
 def duplicate(

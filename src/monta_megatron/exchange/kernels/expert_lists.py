@@ -25,7 +25,7 @@ MOST_TOKENS, TILE = 32, 1024
 def make_lists(
     routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and result as of `exchange.expert_lists.make_lists`."""
+    """Arguments and result as of `exchange.rows.make_lists`."""
     num_tokens, num_experts = routing_map_TE.shape
     lists_TW = probs_TE.new_empty(num_tokens, width)
     ids_TW = torch.empty(num_tokens, width, dtype=torch.int32, device=probs_TE.device)
@@ -36,7 +36,7 @@ def make_lists(
 
 
 def bring_back(routing_map_TE: torch.Tensor, gradient_TW: torch.Tensor) -> torch.Tensor:
-    """Arguments and result as of `exchange.expert_lists.bring_back`."""
+    """Arguments and result as of `exchange.rows.bring_back`."""
     num_tokens, num_experts = routing_map_TE.shape
     gradient_TW = gradient_TW.contiguous()
     into_TE = gradient_TW.new_empty(num_tokens, num_experts)

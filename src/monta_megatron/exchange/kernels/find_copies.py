@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from monta_megatron.chains.stages import Parts
-from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.kernels.tiles import Launch, Launches, blocks_of, kernel
+from monta_megatron.exchange.rows import Copies
 
 MOST_BLOCKS = 128
 # Rows of a tile, and rows times parts: 4 for each thread.
@@ -32,7 +32,7 @@ MOST_ROWS, TILE = 128, 512
 def find_copies(
     ids_NW: torch.Tensor, parts: Parts, copies: Copies, launches: Launches | None = None
 ) -> None:
-    """Derive the copies of rows from their experts; see `copies.find_copies`.
+    """Derive the copies of rows from their experts; see `rows.find_copies`.
 
     Args:
         ids_NW: int32, ascending experts of each row, padded with a number beyond the last one.
