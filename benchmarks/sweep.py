@@ -121,7 +121,7 @@ def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
 
     def measure(cluster: Cluster | None, progress: Progress) -> list[dict[str, Any]]:
         from monta_megatron.exchange.collectives import gather_objects
-        from monta_megatron.tools.bench.point import measure_point
+        from monta_megatron.tools.bench.measure import measure_point
 
         if cluster is not None:
             cluster = with_inter_rate(cluster, parsed.inter_rate_ratio)

@@ -11,7 +11,7 @@ from dispatchers import in_interpreter, run_phases
 from exchanges import uninitialised_memory_is_nan
 from layers import Case, build_layer, make_batch, same_on_all_ranks
 
-from monta_megatron.chains.counts import HEADER_SIZE
+from monta_megatron.chains.chain import HEADER_SIZE
 from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange import count_messages, operations, rows
 from monta_megatron.exchange.buffers import Buffers

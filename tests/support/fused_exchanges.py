@@ -75,7 +75,7 @@ def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int)
 
 def calibrate() -> None:
     """What a calibration times in memory is one launch each, and rows arrive."""
-    from monta_megatron.calibration.operations import starter_of
+    from monta_megatron.calibration.timer import starter_of
 
     starter = starter_of({}, torch.device("cpu"), fused=True)
     for name, value in (("copy", 1), ("sum", NUM_COPIES)):

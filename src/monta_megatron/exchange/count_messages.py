@@ -1,7 +1,7 @@
 """The counts of a micro-batch: the messages that carry them between ranks, and the counts read.
 
-A rank counts its routing map, sends each rank a message (`chains.counts` has its columns), and
-copies what it has received to the host, once.
+A rank counts its routing map, sends each rank a message (`chains.chain.message_columns` has its
+columns), and copies what it has received to the host, once.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.chains.counts import (
+from monta_megatron.chains.chain import (
     HEADER_SIZE,
     MOST_TOKENS,
     message_columns,
@@ -104,7 +104,7 @@ def busiest_over_mean(received_rows: NDArray[np.int64]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CountMessages:
-    """Writes and reads the messages of counts for the candidate chains; see `chains.counts`.
+    """Writes and reads the messages of counts for the candidate chains; see `chains.chain`.
 
     Attributes:
         chains: the candidates.
@@ -154,7 +154,7 @@ class CountMessages:
         if is_fused(self.kernels, device.type):
             from monta_megatron.exchange.kernels.count_routing import count_routing as count
         sent = count(routing_map_TE, self.num_blocks, num_parts, self.by_block)
-        # The header, see `chains.counts`: 64 bits make two columns of int32, the low half first.
+        # The header, see `chains.chain`: 64 bits make two columns of int32, the low half first.
         counted, of_tag = (
             torch.full((1,), value, dtype=torch.int64, device=device).view(torch.int32)
             for value in (received_rows << 32 | num_tokens, tag)

@@ -15,7 +15,7 @@ at once. A wait is issued with the operation that needs it, not before: with
 CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue, the launch queue, and a wait
 holds up everything that is issued after it.
 
-Two passes in flight, with the experts in the pipeline (`chains.pipelined_layer`), each an exchange
+Two passes in flight, with the experts in the pipeline (`exchange.pipeline`), each an exchange
 of one chunk; S0, S1, S2 are the side streams, which all passes use:
 
     host                  caller's stream    S0, S1, S2

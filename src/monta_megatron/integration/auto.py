@@ -26,8 +26,7 @@ from monta_megatron.common.rules import hash_of
 from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Choice
 from monta_megatron.exchange.count_messages import MicroBatchCounts, busiest_over_mean
-from monta_megatron.exchange.iteration_clock import IterationClock, Segment, us_of
-from monta_megatron.integration.optimizer_steps import call_at_steps
+from monta_megatron.integration.optimizer_steps import IterationClock, Segment, call_at_steps, us_of
 from monta_megatron.integration.ranks import agree
 
 if TYPE_CHECKING:

@@ -6,6 +6,5 @@ Without torch:
 With torch:
     layer       Megatron's groups, dispatchers and experts
     candidates  the dispatchers to compare, their data, and one run of them
-    measure     equality with stock, bytes, interleaved repeats, the limit of the links
-    point       one point: its dispatchers, their rows, its report
+    measure     one point: equality with stock, bytes, interleaved repeats, their report
 """
