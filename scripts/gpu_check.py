@@ -171,10 +171,9 @@ def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """What is timed, and the bytes that each has to read and write at least."""
     from monta_megatron.chains.stages import Parts
     from monta_megatron.exchange.buffers import Columns
-    from monta_megatron.exchange.kernels.count_routing import count_routing
-    from monta_megatron.exchange.kernels.duplicate import duplicate
-    from monta_megatron.exchange.kernels.find_copies import find_copies
-    from monta_megatron.exchange.kernels.reduce import reduce
+    from monta_megatron.exchange.kernels.copies import duplicate, find_copies
+    from monta_megatron.exchange.kernels.routing import count_routing
+    from monta_megatron.exchange.kernels.sums import reduce
     from monta_megatron.exchange.rows import Copies, expert_ids_of
 
     probs = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=device)

@@ -123,7 +123,7 @@ def _counts_to_host_us(device: torch.device) -> float:
 
 def _parts_us(device: torch.device) -> tuple[float, float, float]:
     """Host time of a Triton launch, an allocation, and a collective's stand-in with its wait."""
-    from monta_megatron.exchange.kernels.reduce import reduce_ranks
+    from monta_megatron.exchange.kernels.sums import reduce_ranks
 
     rows, into = torch.empty(2, 16, 256, dtype=torch.bfloat16, device=device)
     stream = torch.cuda.Stream(device, priority=-1)

@@ -21,7 +21,7 @@ from launch_times import host_us
 
 from monta_megatron.common.torch_private import ALL_TO_ALL
 from monta_megatron.exchange.buffers import Columns
-from monta_megatron.exchange.kernels.reduce import reduce_ranks
+from monta_megatron.exchange.kernels.sums import reduce_ranks
 from monta_megatron.exchange.kernels.tiles import Launches
 
 GROUP_SIZES = (2, 8, 16, 64)

@@ -15,10 +15,9 @@ from equal import assert_equal
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange import count_messages, rows
 from monta_megatron.exchange.buffers import Columns, MessageFormat
-from monta_megatron.exchange.kernels.count_routing import count_routing
-from monta_megatron.exchange.kernels.duplicate import duplicate
-from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.reduce import reduce, reduce_ranks
+from monta_megatron.exchange.kernels.copies import duplicate, find_copies
+from monta_megatron.exchange.kernels.routing import count_routing
+from monta_megatron.exchange.kernels.sums import reduce, reduce_ranks
 from monta_megatron.exchange.rows import Copies, PartBounds, expert_ids_of, sum_ranks, sum_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

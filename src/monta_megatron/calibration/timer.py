@@ -236,7 +236,7 @@ def _copy(num_rows: int, device: torch.device, fused: bool) -> Callable[[], torc
     def copy() -> torch.Tensor:
         into_NH = torch.empty_like(rows_NH)
         if fused:
-            from monta_megatron.exchange.kernels.duplicate import duplicate
+            from monta_megatron.exchange.kernels.copies import duplicate
 
             copies = Copies(row=order_N, by_row=order_N, row_starts=order_N)
             duplicate(Columns(rows_NH), copies, Columns(into_NH), launches=launches)
@@ -261,7 +261,7 @@ def _sum(num_rows: int, device: torch.device, fused: bool) -> Callable[[], torch
     def add() -> torch.Tensor:
         into_NH = torch.empty_like(rows_MH[:num_rows])
         if fused:
-            from monta_megatron.exchange.kernels.reduce import reduce
+            from monta_megatron.exchange.kernels.sums import reduce
 
             reduce(Columns(rows_MH), copies, Columns(into_NH), torch.float32, launches=launches)
         else:

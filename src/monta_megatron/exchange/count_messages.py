@@ -152,7 +152,7 @@ class CountMessages:
         assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens: int32 cannot count them"
         num_parts, count = self.num_parts, count_routing
         if is_fused(self.kernels, device.type):
-            from monta_megatron.exchange.kernels.count_routing import count_routing as count
+            from monta_megatron.exchange.kernels.routing import count_routing as count
         sent = count(routing_map_TE, self.num_blocks, num_parts, self.by_block)
         # The header, see `chains.chain`: 64 bits make two columns of int32, the low half first.
         counted, of_tag = (

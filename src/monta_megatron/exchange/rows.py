@@ -72,9 +72,9 @@ def _operations(fused: bool) -> tuple[Callable[..., Any], Callable[..., torch.Te
     """`make_lists` and `bring_back`; Triton may be missing where no kernel runs."""
     if not fused:
         return make_lists, bring_back
-    from monta_megatron.exchange.kernels import expert_lists as kernels
+    from monta_megatron.exchange.kernels import routing
 
-    return kernels.make_lists, kernels.bring_back
+    return routing.make_lists, routing.bring_back
 
 
 def make_lists(

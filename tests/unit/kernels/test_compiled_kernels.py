@@ -13,10 +13,9 @@ from compiled_kernels import TARGETS, Compiled, Launch, launches, launches_of
 
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.buffers import Columns, MessageFormat
-from monta_megatron.exchange.kernels.count_routing import count_routing
-from monta_megatron.exchange.kernels.duplicate import duplicate
-from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.reduce import reduce, reduce_ranks
+from monta_megatron.exchange.kernels.copies import duplicate, find_copies
+from monta_megatron.exchange.kernels.routing import count_routing
+from monta_megatron.exchange.kernels.sums import reduce, reduce_ranks
 from monta_megatron.exchange.rows import Copies, expert_ids_of
 
 MOST_REGISTERS = 128

@@ -13,7 +13,7 @@ from triton.compiler.compiler import LazyDict
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.kernels import tiles
-from monta_megatron.exchange.kernels.duplicate import duplicate
+from monta_megatron.exchange.kernels.copies import duplicate
 from monta_megatron.exchange.rows import Copies
 
 HIDDEN = 32

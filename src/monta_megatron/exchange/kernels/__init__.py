@@ -1,8 +1,8 @@
 """Triton kernels for the work between collectives, and the choice between them and PyTorch's.
 
-Both give the same bits, kernels in fewer launches. The files here have one operation each, with a
-wrapper that takes the arguments of the PyTorch operation that it replaces. None is imported before
-its first use: Triton comes only with torch's GPU wheels.
+Both give the same bits, kernels in fewer launches. Each kernel has a wrapper, which takes the
+arguments of the PyTorch operation that it replaces. No file here is imported before its first use:
+Triton comes only with torch's GPU wheels.
 """
 
 from functools import cache
