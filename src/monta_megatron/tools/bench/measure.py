@@ -35,11 +35,14 @@ from monta_megatron.integration.planning import shape_of
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.price import price
 from monta_megatron.planner.tuning import TIME_LAG
-from monta_megatron.tools.bench import layer
 from monta_megatron.tools.bench.candidates import (
+    NO_EXPERTS,
     Batch,
     Bench,
     BenchCandidate,
+    TimedExperts,
+    build_experts,
+    initialize_groups,
     make_batch,
     run_candidate,
     with_candidates,
@@ -89,12 +92,12 @@ def measure_point(
     if wrong := differences_from_stock(bench.candidates, bench.layout):
         raise MismatchError("\n".join(wrong))
     # Step 3: time, and record.
-    scopes: dict[str, Experts] = {"exchange": layer.NO_EXPERTS}
+    scopes: dict[str, Experts] = {"exchange": NO_EXPERTS}
     if settings.expert_ms is not None:
         full_rows = settings.tokens * settings.top_k * settings.etp
-        scopes["layer"] = layer.TimedExperts(settings.expert_ms, full_rows)
+        scopes["layer"] = TimedExperts(settings.expert_ms, full_rows)
     elif settings.layer:
-        scopes["layer"] = layer.build_experts(settings)
+        scopes["layer"] = build_experts(settings)
     rows = [
         row
         for scope, experts in scopes.items()
@@ -109,7 +112,7 @@ def measure_point(
 
 def prepare(settings: Settings, cluster: Cluster | None) -> Bench:
     """Megatron's groups and the data; without dispatchers."""
-    layer.initialize_groups(settings)
+    initialize_groups(settings)
     world = dist.group.WORLD
     assert world is not None, "the launch is joined"
     return Bench(
@@ -144,7 +147,7 @@ def _tune(bench: Bench, progress: Progress) -> None:
     progress.phase(f"tuning, {counted(num_iterations, 'iteration')}", num_iterations)
     for _ in range(num_iterations):
         for _ in range(MICRO_BATCHES):
-            run_candidate(auto, layer.NO_EXPERTS)
+            run_candidate(auto, NO_EXPERTS)
         chooser.enter_step(optimizer)
         progress.step()
 
