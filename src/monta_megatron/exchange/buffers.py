@@ -419,7 +419,7 @@ class Buffers:
             return self.columns(number)
         key = number, chunk
         if key not in self._views:
-            self._views[key] = self.columns(number).of_rows(segments.slice_of(chunk))
+            self._views[key] = self.columns(number).of_rows(segments.slices[chunk])
         return self._views[key]
 
 

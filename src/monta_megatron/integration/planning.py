@@ -53,7 +53,7 @@ def planner_for(
     """
     chain, num_chunks = options.named_chain, options.num_chunks
     check_chain_runs(options, config, layout)
-    splits_experts = bool(options.overlap_experts)
+    splits_experts = options.overlap_experts
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
         return Planner(chains=(chain,), num_chunks=(num_chunks,), splits_experts=splits_experts)

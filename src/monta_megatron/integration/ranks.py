@@ -29,11 +29,6 @@ SAME_OPTIONS = "give every rank the same options and files"
 ADVICE = {"step": "an optimizer has to make a step on all ranks or on none"}
 
 
-def agree(agreed: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Gather the values of all ranks of an expert group, for `check_same_config`."""
-    check_same_config(gather_objects(agreed, group), dist.get_process_group_ranks(group))
-
-
 def check_same_config(by_rank: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:
     """Check that the values of all ranks are the same.
 

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from monta_megatron.common.rules import require
 from monta_megatron.exchange.collectives import gather_objects
 
-OPTION = "moe_monta_kernels"
-
 
 @cache
 def kernel_problem(device: str) -> str:
@@ -76,4 +74,4 @@ def agreed_kernels(choice: str, device: str, group: dist.ProcessGroup) -> tuple[
 
 def _check(choice: str, problem: str) -> None:
     rule = f"be auto or torch where {problem}"
-    require(not problem or choice == "auto", OPTION, choice, rule)
+    require(not problem or choice == "auto", "moe_monta_kernels", choice, rule)
