@@ -41,11 +41,11 @@ from monta_megatron.tools.bench.candidates import (
     Batch,
     Bench,
     BenchCandidate,
+    build_dispatcher,
     make_batch,
     monta_candidate,
     stock_candidate,
 )
-from monta_megatron.tools.bench.layer import build_dispatcher
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import Settings
 

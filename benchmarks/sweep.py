@@ -125,7 +125,7 @@ def _measure(parsed: argparse.Namespace, study: Study) -> int:
     def measure(cluster: Cluster | None, progress: Progress) -> bool:
         from monta_megatron.exchange.collectives import gather_objects
         from monta_megatron.tools.bench.candidates import with_candidates
-        from monta_megatron.tools.bench.point import measure_point
+        from monta_megatron.tools.bench.measure import measure_point
 
         ratio = parsed.inter_rate_ratio
         if cluster is not None:

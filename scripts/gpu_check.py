@@ -47,7 +47,7 @@ NOT_PROVEN = 3
 def versions(short: bool, arguments: Sequence[str]) -> int:
     """Print what `monta doctor` says, and what Triton needs to build a kernel."""
     from monta_megatron.cli import main
-    from monta_megatron.exchange.kernel_choice import kernel_problem
+    from monta_megatron.exchange.kernels import kernel_problem
 
     main(["doctor"])
     header = Path(sysconfig.get_paths()["include"], "Python.h")
@@ -170,13 +170,11 @@ def times(short: bool, arguments: Sequence[str]) -> int:
 def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """What is timed, and the bytes that each has to read and write at least."""
     from monta_megatron.chains.stages import Parts
-    from monta_megatron.exchange.copies import Copies
-    from monta_megatron.exchange.expert_lists import expert_ids_of
-    from monta_megatron.exchange.kernels.count_routing import count_routing
-    from monta_megatron.exchange.kernels.duplicate import duplicate
-    from monta_megatron.exchange.kernels.find_copies import find_copies
-    from monta_megatron.exchange.kernels.reduce import reduce
-    from monta_megatron.exchange.memory import Columns
+    from monta_megatron.exchange.buffers import Columns
+    from monta_megatron.exchange.kernels.copies import duplicate, find_copies
+    from monta_megatron.exchange.kernels.routing import count_routing
+    from monta_megatron.exchange.kernels.sums import reduce
+    from monta_megatron.exchange.rows import Copies, expert_ids_of
 
     probs = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=device)
     routing_map = torch.zeros_like(probs, dtype=torch.bool)
@@ -263,7 +261,7 @@ def gloo(short: bool, arguments: Sequence[str]) -> int:
 def bench(short: bool, arguments: Sequence[str]) -> int:
     """Run `monta bench`, and say where the exchange makes the host wait for the device.
 
-    And whether NCCL tells of every collective that it has ended; see `exchange.time_limit`.
+    And whether NCCL tells of every collective that it has ended; see `exchange.errors`.
     """
     from monta_megatron.cli import main
     from monta_megatron.exchange.streams import device_time_limit
