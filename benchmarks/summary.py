@@ -10,8 +10,7 @@ from statistics import mean, median
 from typing import Any, TypeAlias
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.flags import DTYPE_BYTES
-from monta_megatron.common.units import counted
+from monta_megatron.common.text import counted
 from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.report import Row
 
@@ -327,7 +326,8 @@ def points_by_size(points: Sequence[Measured]) -> list[Measured]:
 def size_bytes(point: Measured) -> int:
     """Bytes of the hidden rows that a rank brings."""
     settings = point.settings
-    size: int = settings["tokens"] * settings["hidden"] * DTYPE_BYTES[settings["dtype"]]
+    value_bytes = 4 if settings["dtype"] == "float32" else 2
+    size: int = settings["tokens"] * settings["hidden"] * value_bytes
     return size
 
 

@@ -23,10 +23,9 @@ from monta_megatron.cli import bench, main
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_text, write_whole
-from monta_megatron.common.flags import positive
 from monta_megatron.common.ranks import find_this_rank, run_as_rank
-from monta_megatron.common.tables import Progress, print_json
-from monta_megatron.common.text import advice
+from monta_megatron.common.rules import positive
+from monta_megatron.common.text import Progress, advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import with_inter_rate
@@ -168,7 +167,8 @@ def _print(reports: list[dict[str, Any]], parsed: argparse.Namespace, study: Stu
     is_one = parsed.sweep is None and parsed.report is None
     if parsed.json:
         summary = {} if study is not None else {"summary": summarise(reports)}
-        print_json(reports[-1] if is_one else {**summary, "reports": reports})
+        document = reports[-1] if is_one else {**summary, "reports": reports}
+        print(json.dumps(document, indent=2))
     elif study is not None:
         print(study.text(reports[-1:] if is_one else reports))
     elif is_one:

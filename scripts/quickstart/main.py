@@ -27,8 +27,8 @@ from trainings import (
     megatron_arguments,
 )
 
-from monta_megatron.common.presets import commit, machine, versions
-from monta_megatron.common.units import size_text
+from monta_megatron.common.files import commit, machine, versions
+from monta_megatron.common.text import size_text
 from monta_megatron.emulation import emulator
 from monta_megatron.tools.compare import Compared, compare, interleaved, largest_difference
 

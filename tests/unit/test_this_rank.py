@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from run_python import run_python
 
-from monta_megatron.common import first_rank
+from monta_megatron.common import ranks
 
 
 @pytest.mark.parametrize(
@@ -25,9 +25,9 @@ from monta_megatron.common import first_rank
 def test_ranks_report_one_after_the_other(
     environ: dict[str, str], waits_s: float, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mock.patch.object(first_rank, "linger") as linger:
-        first_rank.report("wrong", environ)
-    default_s = first_rank.OTHER_RANKS_LINGER_S
+    with mock.patch.object(ranks, "linger") as linger:
+        ranks.report("wrong", environ)
+    default_s = ranks.OTHER_RANKS_LINGER_S
     assert sum((*call.args, default_s)[0] for call in linger.call_args_list) == waits_s
     assert capsys.readouterr().err == ending.format(host=socket.gethostname())
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from monta_megatron.calibration.fit import excess_of
 from monta_megatron.calibration.operations import Starter
 from monta_megatron.calibration.tasks import LEAST_SIZES, Pair, Passes, Point, Sample, Task
-from monta_megatron.common.tables import Progress
+from monta_megatron.common.text import Progress
 
 # Short runs are repeated, since ranks start and end unevenly. As many as nccl-tests on a GPU; on
 # CPU ranks many runs of one operation in a row would find its code and data in the caches.

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None, parser: "ArgumentParser | None"
     if handler_before is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        from monta_megatron.common import first_rank
+        from monta_megatron.common import ranks
 
         try:
             parsed = (parser or build_parser()).parse_args(words)
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None, parser: "ArgumentParser | None"
             if sys.stdout is not None:
                 sys.stdout.flush()
     except ValueError as error:
-        first_rank.report(f"{command}: {error}")
+        ranks.report(f"{command}: {error}")
         return 2
     except OSError as error:
         # What is left in the buffer goes nowhere.
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None, parser: "ArgumentParser | None"
         # The reader has closed the pipe, as in `monta plan ... | head`.
         if isinstance(error, BrokenPipeError):
             return UNREAD
-        first_rank.report(f"{command}: {error}")
+        ranks.report(f"{command}: {error}")
         return 2
     except KeyboardInterrupt:
         # A launcher passes on what has reached this process already.

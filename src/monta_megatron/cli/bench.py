@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from monta_megatron.cli.parser import only_the_report
-from monta_megatron.common.first_rank import is_first_rank
-from monta_megatron.common.tables import Progress, print_report
+from monta_megatron.common.ranks import is_first_rank
+from monta_megatron.common.text import Progress, print_report
 from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli.parser import only_the_report
-from monta_megatron.common.flags import positive, whole
-from monta_megatron.common.tables import Progress, print_report, tell
+from monta_megatron.common.rules import positive, whole
+from monta_megatron.common.text import Progress, print_report, tell
 
 
 def add_arguments(parser: Any) -> None:

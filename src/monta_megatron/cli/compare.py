@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from monta_megatron.cli.launch import add_run_arguments
-from monta_megatron.common.flags import whole
-from monta_megatron.common.tables import print_report, tell
+from monta_megatron.common.rules import whole
+from monta_megatron.common.text import print_report, tell
 
 
 def add_arguments(parser: Any) -> None:

@@ -10,7 +10,7 @@ example: monta doctor -- --moe-monta-chain auto
 import argparse
 from typing import Any
 
-from monta_megatron.common.tables import print_report
+from monta_megatron.common.text import print_report
 
 
 def add_arguments(parser: Any) -> None:

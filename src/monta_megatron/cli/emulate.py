@@ -19,8 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.common.flags import positive, whole
-from monta_megatron.common.rules import require
+from monta_megatron.common.rules import positive, require, whole
 
 # Addresses are 10.77.NODE.1; each rank takes two of the 1,024 files that a process may open.
 MOST_NODES, MOST_RANKS = 250, 400

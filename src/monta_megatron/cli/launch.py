@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.common.tables import print_report, tell
+from monta_megatron.common.text import print_report, tell
 
 STARTS = {
     "torchrun": "here, on one node (then the default)",

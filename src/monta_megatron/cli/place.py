@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli.planning import FILES, check_given
-from monta_megatron.common.flags import whole
-from monta_megatron.common.tables import Progress, print_report, tell
+from monta_megatron.common.rules import whole
+from monta_megatron.common.text import Progress, print_report, tell
 
 
 def add_arguments(parser: Any) -> None:

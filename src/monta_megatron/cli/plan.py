@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli import planning
-from monta_megatron.common.flags import positive
-from monta_megatron.common.tables import print_report, tell
-from monta_megatron.common.text import one_of
+from monta_megatron.common.rules import positive
+from monta_megatron.common.text import one_of, print_report, tell
 
 SWEPT = ("tokens", "world-size", "ep")
 # Flags that do not go with another.

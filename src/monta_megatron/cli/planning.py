@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.common.flags import name_of, num_tokens, whole
+from monta_megatron.common.rules import name_of, num_tokens, whole
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanRequest

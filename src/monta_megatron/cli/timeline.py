@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli import planning
-from monta_megatron.common.flags import whole
-from monta_megatron.common.tables import print_report, tell
+from monta_megatron.common.rules import whole
+from monta_megatron.common.text import print_report, tell
 
 # Of a layout, which a trace has.
 PLANNED = ("world-size", "ranks-per-node", "tp", "ep", "etp", "cp", "pp", "tokens")

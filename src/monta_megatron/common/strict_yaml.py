@@ -36,8 +36,8 @@ def load(cls: type[T], path: str | Path) -> T:
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    data, node = _read(path)
-    return build(cls, data, str(path), dict(_lines(node, "")))
+    data, lines = _read(path)
+    return build(cls, data, str(path), lines)
 
 
 def read(path: str | Path) -> Any:
@@ -64,12 +64,11 @@ def build(cls: type[T], data: Any, file: str, lines: Mapping[str, int] | None = 
     try:
         value: T = _value(cls, data, "")
     except _WrongValueError as error:
-        key, message = error.args
-        written, lines = key, lines or {}
+        key, message = written, _ = error.args
         # A missing key is in the mapping that lacks it.
-        while written and written not in lines:
+        while lines and written and written not in lines:
             written = written.rpartition(".")[0]
-        where = f"{file}:{lines[written]}" if written else file
+        where = f"{file}:{lines[written]}" if lines and written else file
         raise ValueError(": ".join(filter(None, (where, key, message)))) from None
     return value
 
@@ -105,24 +104,30 @@ def _path(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def _value(kind: Any, data: Any, key: str) -> Any:
-    """`data` as `kind`: a scalar, a union with None, a literal, a tuple, a mapping, a dataclass."""
+def _value(kind: Any, data: Any, key: str, rule: str | None = None) -> Any:
+    """`data` as `kind`: a scalar, a union with None, a literal, a tuple, a mapping, a dataclass.
+
+    Args:
+        kind: an annotation.
+        data: plain data.
+        key: its path.
+        rule: of an annotated scalar, which says more than the type that it is based on.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return data
     if origin is Annotated:
-        inner, rule = arguments
-        # The rule says more than the type that it is based on.
-        value = _scalar(inner, data, key, rule.text) if inner in SCALARS else data
-        if not rule.holds(value):
-            raise _refused(key, data, rule.text)
+        inner, annotated = arguments
+        value = _value(inner, data, key, annotated.text)
+        if not annotated.holds(value):
+            raise _refused(key, data, annotated.text)
         return value
     if origin in (Union, types.UnionType):
         # Only `X | None`: a value that could be read in two ways would have no single rule to name.
         return None if data is None else _value(arguments[0], data, key)
     if origin is Literal:
         if data not in arguments:
-            raise _refused(key, data, one_of(data, map(str, arguments)))
+            raise _refused(key, data, one_of(data, [str(each) for each in arguments]))
         return data
     if origin is tuple:
         if not isinstance(data, list):
@@ -142,14 +147,10 @@ def _value(kind: Any, data: Any, key: str) -> Any:
         raise _refused(key, data, kind.RULE)
     if is_dataclass(kind):
         return _dataclass(kind, data, key)
-    return _scalar(kind, data, key, SCALARS[kind])
-
-
-def _scalar(kind: Any, data: Any, key: str, rule: str) -> Any:
     if kind is float and type(data) is int:
         return float(data)
     if type(data) is not kind:
-        raise _refused(key, data, rule)
+        raise _refused(key, data, rule or SCALARS[kind])
     return data
 
 
@@ -174,17 +175,23 @@ def _dataclass(kind: Any, data: Any, key: str) -> Any:
         raise _WrongValueError(_path(key, name) if colon else key, message or name) from None
 
 
-def _read(path: str | Path) -> tuple[Any, yaml.Node | None]:
-    """The plain data in a file, and its YAML node, which knows the lines."""
+def _read(path: str | Path) -> tuple[Any, dict[str, int]]:
+    """The plain data in a file, and the line of each key by its path."""
     loader = _Loader(read_text(path, "YAML"))
     try:
         node = loader.get_single_node()
-        return (None if node is None else loader.construct_document(node)), node
-    except (yaml.YAMLError, ValueError) as error:
+        data = None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = path if mark is None else f"{path}:{mark.line + 1}"
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ValueError(f"{where}: is no plain YAML: {problem}") from error
+    lines: dict[str, int] = {}
+    for key, line in _lines(node, ""):
+        if key in lines:
+            raise ValueError(f"{path}:{line}: {key}: written twice, must be given once")
+        lines[key] = line
+    return data, lines
 
 
 def _lines(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
@@ -201,29 +208,19 @@ def _lines(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML as its author means it.
+    """Takes 4:00:00, 010 and a date for texts and 1e3 for a number, as an author means them.
 
-    A key that is written twice is refused, of which YAML takes the last. 4:00:00 and 010 are texts
-    and 1e3 is a number, which YAML 1.1 takes for 14400, 8 and a text.
+    For YAML 1.1 they are 14400, 8, a date and a text.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: list[Any] = []
-        for key, _ in node.value:
-            if key.value in seen:
-                problem = f"the key {key.value} is written twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.append(key.value)
-        return super().construct_mapping(node, deep)
 
-
-_NUMBERS = {
-    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*)$",
-    "tag:yaml.org,2002:float": r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$",
-}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    first: [each for each in resolvers if each[0].endswith((":bool", ":null", ":merge"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-for _tag, _pattern in _NUMBERS.items():
-    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), [*"-+0123456789."])
+for _kind, _pattern in (
+    ("int", r"[-+]?(0|[1-9][0-9_]*)$"),
+    ("float", r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"),
+):
+    _tag, _begins = f"tag:yaml.org,2002:{_kind}", list("-+0123456789.")
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _begins)

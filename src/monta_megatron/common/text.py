@@ -1,7 +1,17 @@
-"""Texts of messages: suggestions for unknown names, and one printable line of anything."""
+"""Text for users: suggestions, quantities with units, tables, reports and progress."""
 
-from collections.abc import Iterable
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any, ClassVar, Protocol
+
+# Of a report's lines.
+WIDTH = 80
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
@@ -9,16 +19,14 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(str(name).lower(), list(known), n=1)), None)
 
 
-def one_of(name: object, known: Iterable[str]) -> str:
+def one_of(name: object, known: Collection[str]) -> str:
     """The rule that `name` breaks: "one of x, y", with " (did you mean x?)" where one is close."""
-    known = list(known)
     meant = nearest(name, known)
     return f"one of {', '.join(known)}" + ("" if meant is None else f" (did you mean {meant}?)")
 
 
-def advice(name: object, known: Iterable[str]) -> str:
+def advice(name: object, known: Collection[str]) -> str:
     """Suggestion in place of `name`: "did you mean x?", or "known: x, y" where none is close."""
-    known = list(known)
     meant = nearest(name, known)
     return f"known: {', '.join(known)}" if meant is None else f"did you mean {meant}?"
 
@@ -28,3 +36,151 @@ def shown(text: object) -> str:
     return "".join(
         character if character.isprintable() else repr(character)[1:-1] for character in str(text)
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """1, "chunk" -> "1 chunk"; 4096, "token" -> "4,096 tokens"; nouns with a plural in s or es."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}" + ("" if number == 1 else plural)
+
+
+def _in_units(number: float, largest: float, units: Sequence[tuple[str, float]]) -> str:
+    """A number in three digits and the unit, of descending ones, that suits `largest`."""
+    unit, size = next((each for each in units if largest >= 0.9995 * each[1]), units[-1])
+    scaled = number / size
+    return f"{scaled:.3g} {unit}" if scaled < 999.5 else f"{scaled:,.0f} {unit}"
+
+
+def size_text(num_bytes: float | None) -> str:
+    """Bytes, 1 GB being 1e9 of them, in three digits and a unit; "-" for none."""
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+    return _in_units(num_bytes, num_bytes, units) if num_bytes else "-"
+
+
+def time_text(time_us: float, beside_us: float = 0.0) -> str:
+    """A time in three digits and us, ms or s: the unit of the larger of it and `beside_us`."""
+    return _in_units(time_us, max(time_us, beside_us), (("s", 1e6), ("ms", 1e3), ("us", 1.0)))
+
+
+# Decimal prefixes, as multiples of G.
+_PREFIXES = {"K": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
+# Gbit/s and Gbps, as networks are sold, are bits; GBps would be anybody's guess.
+_RATE = re.compile(r"(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?) *([KMGT])(b/s|B/s|bit/s|bps)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Payload in one direction; `gbytes_per_s` counts 1e9 bytes per second."""
+
+    gbytes_per_s: float
+
+    RULE: ClassVar[str] = (
+        "a rate with its unit, such as 100 Gb/s (b for bits) or 12.5 GB/s (B for bytes); K, M, G "
+        "and T are decimal"
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gbytes_per_s < math.inf:
+            raise ValueError(f"rate: got {self.gbytes_per_s} GB/s, must be a number > 0")
+
+    @classmethod
+    def from_text(cls, text: str) -> "Rate":
+        """Read "100 Gb/s", "100 Gbit/s", "100 Gbps" or "12.5 GB/s".
+
+        Raises:
+            ValueError: the text is no number above 0 with such a unit.
+        """
+        match = _RATE.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"rate: got {text!r}, must be {cls.RULE}")
+        number, prefix, unit = match.groups()
+        return cls(float(number) * _PREFIXES[prefix] / (1 if unit == "B/s" else 8))
+
+    def __str__(self) -> str:
+        """The text that `from_text` reads back to an equal rate."""
+        return f"{self.gbytes_per_s!r} GB/s".replace(".0 ", " ")
+
+    @property
+    def in_both_units(self) -> str:
+        """For people: "12.5 GB/s (100 Gb/s)"."""
+        in_bytes, in_bits = (
+            f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+            for rate in (self.gbytes_per_s, 8 * self.gbytes_per_s)
+        )
+        return f"{in_bytes} GB/s ({in_bits} Gb/s)"
+
+    def times(self, ratio: float) -> "Rate":
+        """The rate, `ratio` times as high."""
+        return Rate(self.gbytes_per_s * ratio)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
+    """A table as text, without a line break at its end.
+
+    Args:
+        columns: the headings; one that begins with ">" aligns its column right.
+        rows: a cell for each column: any object, None for "-".
+        title: a line above the table.
+    """
+    names = [column.removeprefix(">") for column in columns]
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    # One space is enough before what aligns right, whose cells hardly ever fill their column.
+    formats = [
+        f" {{:>{width}}}" if column.startswith(">") else f"  {{:<{width}}}"
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    margin = len(formats[0].partition("{")[0])
+    lines = ["".join(formats).format(*row)[margin:].rstrip() for row in (names, *cells)]
+    return "\n".join(([title] if title else []) + lines)
+
+
+class Report(Protocol):
+    """Result of a command."""
+
+    def document(self) -> Any:
+        """Plain data for JSON."""
+
+    def text(self) -> str:
+        """The same in words and tables."""
+
+
+def print_report(report: Report, as_json: bool) -> None:
+    """Print a report on standard output: in words, or as the one JSON document of --json."""
+    print(json.dumps(report.document(), indent=2) if as_json else report.text())
+
+
+def tell(command: str, line: str) -> None:
+    """Print a line of a command on standard error: standard output is for its report."""
+    print(shown(f"monta {command}: {line}"), file=sys.stderr, flush=True)
+
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress:
+    """Progress of a long piece of work, phase by phase.
+
+    Args:
+        command: the sub-command of `monta` that prints lines; None where nothing is shown, as on
+            all ranks but the first.
+    """
+
+    def __init__(self, command: str | None = None) -> None:
+        self._command = command
+
+    def phase(self, text: str, total: int) -> None:
+        """A new phase of `total` steps begins."""
+        self._text, self._done, self._total = text, 0, total
+        self._tell(text)
+
+    def step(self, done: int | None = None) -> None:
+        """So many steps are done, or one more: a line every few seconds."""
+        self._done = self._done + 1 if done is None else done
+        if time.monotonic() - self._told_s > SECONDS_BETWEEN_LINES:
+            self._tell(f"{self._text}: {self._done} of {self._total}")
+
+    def _tell(self, line: str) -> None:
+        self._told_s = time.monotonic()
+        if self._command is not None:
+            tell(self._command, line)

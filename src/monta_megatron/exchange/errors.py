@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains.program import BoundProgram, Operation
 from monta_megatron.common import __version__
-from monta_megatron.common.presets import version_of
+from monta_megatron.common.files import version_of
 from monta_megatron.exchange.collectives import PeerGroup
 
 if TYPE_CHECKING:

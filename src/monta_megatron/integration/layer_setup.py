@@ -11,8 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains.counts import num_counted_blocks
-from monta_megatron.common.first_rank import print_once
-from monta_megatron.common.nodes import is_named, node_here
+from monta_megatron.common.ranks import is_named, node_here, print_once
 from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from monta_megatron.common.nodes import consecutive_nodes, is_named, number_nodes
+from monta_megatron.common.ranks import consecutive_nodes, is_named, number_nodes
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.options import Options
 

@@ -16,9 +16,9 @@ from statistics import linear_regression
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 from monta_megatron.chains.program import COLLECTIVES, PricedOperation, Resource
-from monta_megatron.common import presets
+from monta_megatron.common import files
 from monta_megatron.common.rules import PositiveFloat, PositiveInt, require
-from monta_megatron.common.units import Rate
+from monta_megatron.common.text import Rate
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 # As users read them, and as they write them.
@@ -131,7 +131,7 @@ class Curve:
 
 
 # Tables of published times, by GPU, operation and ranks.
-PUBLISHED = presets.FOLDER / "clusters" / "curves" / "nccl_in_node.csv"
+PUBLISHED = files.CONFIGS / "clusters" / "curves" / "nccl_in_node.csv"
 # What the tables call the operations of a chain; no chain reduces in a collective.
 OPERATIONS: dict[str, PricedOperation] = {"alltoall": "alltoall", "all_gather": "allgather"}
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.common.units import Rate
+from monta_megatron.common.text import Rate
 from monta_megatron.core import Layout, Routing, Shape
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
 from monta_megatron.planner.cluster_file import load_cluster

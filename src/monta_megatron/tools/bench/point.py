@@ -15,9 +15,8 @@ import torch.distributed as dist
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Phase
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.presets import commit, machine, versions
-from monta_megatron.common.tables import Progress
-from monta_megatron.common.units import counted
+from monta_megatron.common.files import commit, machine, versions
+from monta_megatron.common.text import Progress, counted
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.collectives import find_nodes
 from monta_megatron.exchange.pipeline import Experts
