@@ -19,11 +19,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from summary import plot_sweep, summarise, summary_lines
 
-from monta_megatron.cli import bench, main
+from monta_megatron.cli import main
+from monta_megatron.cli.on_ranks import (
+    add_bench_arguments,
+    find_this_rank,
+    measured,
+    run_as_rank,
+)
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_text, write_whole
-from monta_megatron.common.ranks import find_this_rank, run_as_rank
 from monta_megatron.common.rules import positive
 from monta_megatron.common.text import Progress, advice
 from monta_megatron.emulation.cluster import EmulatedCluster
@@ -79,7 +84,7 @@ def build_parser(study: Study | None = None, description: str | None = None) -> 
     """The parser of a script with these flags."""
     parser = Parser(description=description or __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    bench.add_arguments(parser)
+    add_bench_arguments(parser)
     for name, metavar, text in FILES:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
     parser.add_argument(
@@ -149,7 +154,7 @@ def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
                 results.add(report)
         return reports
 
-    reports = bench.measured(points[0].settings, measure)
+    reports = measured(points[0].settings, measure)
     if reports is not None and this_rank.rank == 0:
         _print(results.reports if results else reports, parsed, study)
     return int(reports is None)

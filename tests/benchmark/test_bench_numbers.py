@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from monta_megatron.common.ranks import find_this_rank, is_first_rank
+from monta_megatron.cli.on_ranks import find_this_rank
+from monta_megatron.common.ranks import is_first_rank
 from monta_megatron.core import Layout
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.tools import stock_collectives

@@ -5,12 +5,11 @@ import re
 
 import pytest
 from command_lines import check_arguments
+from commands import sub_parsers
 from pages import joined_lines
 from run_python import run_python
 
-from monta_megatron.cli import build_parser, sub_parsers
-
-COMMANDS = sorted(sub_parsers(build_parser()))
+COMMANDS = sorted(sub_parsers())
 HEAVY = {"torch", "numpy", "matplotlib", "megatron", "rich", "yaml"}
 
 SHOW = """
@@ -40,7 +39,7 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_ends_with_an_example_that_can_be_copied(command: str) -> None:
-    text = sub_parsers(build_parser())[command].description
+    text = sub_parsers()[command].description
     assert text is not None
     # Indented, with the lines that a backslash continues them with.
     examples = re.findall(r"^(?:  |example: )\S(?:.*\\\n)*.*", text, re.MULTILINE)

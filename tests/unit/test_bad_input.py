@@ -12,9 +12,10 @@ from pathlib import Path
 
 import golden
 import pytest
+from commands import sub_parsers
 from preloaded import Preloaded
 
-from monta_megatron.cli import build_parser, main, sub_parsers
+from monta_megatron.cli import main
 from monta_megatron.common import files
 
 SESSIONS = sorted((Path(__file__).parent / "bad_input").glob("*.txt"))
@@ -61,5 +62,5 @@ def test_good_input_passes_the_same_way(process: Preloaded, tmp_path: Path) -> N
 
 
 def test_every_command_is_tried() -> None:
-    commands = {name.split()[0] for name in sub_parsers(build_parser())}
+    commands = {name.split()[0] for name in sub_parsers()}
     assert {path.stem for path in SESSIONS} == commands | {"monta"}

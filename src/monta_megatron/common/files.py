@@ -95,12 +95,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-PACKAGES = ("monta-megatron", "megatron-core", "torch", "numpy")
-
-
 def versions() -> dict[str, str | None]:
     """The versions of Python and of the packages involved; None for one that is not installed."""
-    return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
+    packages = ("monta-megatron", "megatron-core", "torch", "numpy")
+    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 
 def version_of(package: str) -> str | None:

@@ -7,13 +7,11 @@ overrides all of that.
 """
 
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from monta_megatron.common.text import shown
 
@@ -21,18 +19,13 @@ from monta_megatron.common.text import shown
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def is_named(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether MONTA_NODE gives the name of this rank's node, such as that of its NVLink domain."""
-    return bool(environ.get("MONTA_NODE"))
-
-
 def node_here(environ: Mapping[str, str] = os.environ) -> str:
     """A name that exactly the ranks of this node share.
 
-    It is MONTA_NODE if that is set. Otherwise it is that of this host, as NCCL finds it, which uses
-    the node link only where this is the same: NCCL_HOSTID if it is set, or else the host's name and
-    the identity of its last start, since containers on several hosts may have one name. Launchers'
-    numbers do not tell: torchrun may have several agents on a host.
+    It is MONTA_NODE if that is set, such as the name of an NVLink domain. Otherwise it is that of
+    this host, as NCCL finds it, which uses the node link only where this is the same: NCCL_HOSTID,
+    or else the host's name and the identity of its last start, since containers on several hosts
+    may have one name. Launchers' numbers do not tell: torchrun may have several agents on a host.
     """
     given = environ.get("MONTA_NODE") or environ.get("NCCL_HOSTID")
     # A sandbox may lack the file.
@@ -93,70 +86,3 @@ def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
         linger(OTHER_NODES_LINGER_S + (0 if is_first_of_node else OTHER_RANKS_LINGER_S))
         line += f" (rank {environ['RANK']} on {os.uname().nodename})"
     print(line, file=sys.stderr, flush=True)
-
-
-INTERRUPT_REACHES_ALL_S = 1.0
-
-
-class ThisRank(NamedTuple):
-    """This process among the ranks of its launch, and among those of its node."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-
-def find_this_rank(command: str, environ: Mapping[str, str] = os.environ) -> ThisRank:
-    """Rank of this process, from the variables of a launcher.
-
-    Args:
-        command: the sub-command of `monta`, for the message.
-        environ: the environment of this process.
-
-    Raises:
-        ValueError: no launcher has set them.
-    """
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        raise ValueError(
-            "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
-            f"--nproc-per-node N -m monta_megatron {command} ..., or monta emulate"
-        )
-    return ThisRank(
-        rank=int(environ["RANK"]),
-        world_size=int(environ["WORLD_SIZE"]),
-        local_rank=int(environ.get("LOCAL_RANK", "0")),
-    )
-
-
-def run_as_rank(run: Callable[[], int]) -> int:
-    """Run a command on every rank of a launch, so that Ctrl-C and failures end all of it in order.
-
-    Args:
-        run: the command; returns the exit status, or raises ValueError for a user's mistake.
-    """
-    interrupted = False
-
-    def interrupt(*signal_and_frame: Any) -> None:
-        nonlocal interrupted
-        interrupted = True
-        # A launcher passes on what has reached this rank already.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    handler_before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        status = run()
-    except RuntimeError:
-        # An interrupted launch ends rank by rank, so it is no fault that this rank lost its peers:
-        # its own interrupt may still be on its way, or autograd may have replaced it by the error
-        # about the lost peers.
-        time.sleep(INTERRUPT_REACHES_ALL_S)
-        if interrupted:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        if not interrupted:
-            signal.signal(signal.SIGINT, handler_before)
-    if status != 0 and not is_first_rank():
-        linger()
-    return status

@@ -65,17 +65,15 @@ def whole(least: int) -> Callable[[str], int]:
     return checked(int, lambda number: number >= least, f"an integer >= {least}")
 
 
-def num_tokens(least: int) -> Callable[[str], int]:
-    """Reads a number of tokens >= `least`; "4k" is 4096 of them, as in names of models."""
-
-    def read(text: str) -> int:
-        number = text.removesuffix("k")
-        return int(number) * (1 if number == text else 1024)
-
-    rule = f"an integer >= {least}, or one such as 4k for 4096"
-    return checked(read, lambda number: number >= least, rule)
+def _tokens(text: str) -> int:
+    number = text.removesuffix("k")
+    return int(number) * (1 if number == text else 1024)
 
 
+# Reads a number of tokens; "4k" is 4096 of them, as in names of models.
+num_tokens = checked(
+    _tokens, lambda number: number >= 1, "an integer >= 1, or one such as 4k for 4096"
+)
 # Reads a number > 0.
 positive = checked(float, lambda number: 0 < number < float("inf"), "a number > 0")
 

@@ -105,14 +105,7 @@ def _path(key: str, name: object) -> str:
 
 
 def _value(kind: Any, data: Any, key: str, rule: str | None = None) -> Any:
-    """`data` as `kind`: a scalar, a union with None, a literal, a tuple, a mapping, a dataclass.
-
-    Args:
-        kind: an annotation.
-        data: plain data.
-        key: its path.
-        rule: of an annotated scalar, which says more than the type that it is based on.
-    """
+    """`data` as a type or annotation; `rule` is that of an annotated scalar, for messages."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return data
@@ -196,14 +189,11 @@ def _read(path: str | Path) -> tuple[Any, dict[str, int]]:
 
 def _lines(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
     """The line of each key in a node, by its path."""
-    entries: list[tuple[object, yaml.Node, yaml.Node]] = []
-    if isinstance(node, yaml.MappingNode):
-        entries = [(name.value, name, value) for name, value in node.value]
-    elif isinstance(node, yaml.SequenceNode):
-        entries = [(position, value, value) for position, value in enumerate(node.value)]
-    for name, place, value in entries:
-        path = _path(key, name)
-        yield path, place.start_mark.line + 1
+    is_mapping = isinstance(node, yaml.MappingNode)
+    for position, entry in enumerate(node.value if isinstance(node, yaml.CollectionNode) else ()):
+        name, value = entry if is_mapping else (entry, entry)
+        path = _path(key, name.value if is_mapping else position)
+        yield path, name.start_mark.line + 1
         yield from _lines(value, path)
 
 
@@ -219,8 +209,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _kind, _pattern in (
-    ("int", r"[-+]?(0|[1-9][0-9_]*)$"),
-    ("float", r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"),
+    ("int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$")),
+    ("float", re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$")),
 ):
-    _tag, _begins = f"tag:yaml.org,2002:{_kind}", list("-+0123456789.")
-    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _begins)
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _pattern, [*"-+0123456789."])

@@ -1,14 +1,11 @@
-"""Text for users: suggestions, quantities with units, tables, reports and progress."""
+"""Text for users: suggestions, quantities in units, tables, reports and progress."""
 
 import json
-import math
-import re
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 # Of a report's lines.
 WIDTH = 80
@@ -60,58 +57,6 @@ def size_text(num_bytes: float | None) -> str:
 def time_text(time_us: float, beside_us: float = 0.0) -> str:
     """A time in three digits and us, ms or s: the unit of the larger of it and `beside_us`."""
     return _in_units(time_us, max(time_us, beside_us), (("s", 1e6), ("ms", 1e3), ("us", 1.0)))
-
-
-# Decimal prefixes, as multiples of G.
-_PREFIXES = {"K": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
-# Gbit/s and Gbps, as networks are sold, are bits; GBps would be anybody's guess.
-_RATE = re.compile(r"(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?) *([KMGT])(b/s|B/s|bit/s|bps)", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Payload in one direction; `gbytes_per_s` counts 1e9 bytes per second."""
-
-    gbytes_per_s: float
-
-    RULE: ClassVar[str] = (
-        "a rate with its unit, such as 100 Gb/s (b for bits) or 12.5 GB/s (B for bytes); K, M, G "
-        "and T are decimal"
-    )
-
-    def __post_init__(self) -> None:
-        if not 0 < self.gbytes_per_s < math.inf:
-            raise ValueError(f"rate: got {self.gbytes_per_s} GB/s, must be a number > 0")
-
-    @classmethod
-    def from_text(cls, text: str) -> "Rate":
-        """Read "100 Gb/s", "100 Gbit/s", "100 Gbps" or "12.5 GB/s".
-
-        Raises:
-            ValueError: the text is no number above 0 with such a unit.
-        """
-        match = _RATE.fullmatch(text.strip())
-        if match is None:
-            raise ValueError(f"rate: got {text!r}, must be {cls.RULE}")
-        number, prefix, unit = match.groups()
-        return cls(float(number) * _PREFIXES[prefix] / (1 if unit == "B/s" else 8))
-
-    def __str__(self) -> str:
-        """The text that `from_text` reads back to an equal rate."""
-        return f"{self.gbytes_per_s!r} GB/s".replace(".0 ", " ")
-
-    @property
-    def in_both_units(self) -> str:
-        """For people: "12.5 GB/s (100 Gb/s)"."""
-        in_bytes, in_bits = (
-            f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
-            for rate in (self.gbytes_per_s, 8 * self.gbytes_per_s)
-        )
-        return f"{in_bytes} GB/s ({in_bits} Gb/s)"
-
-    def times(self, ratio: float) -> "Rate":
-        """The rate, `ratio` times as high."""
-        return Rate(self.gbytes_per_s * ratio)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from monta_megatron.common import files
-from monta_megatron.common.text import Rate
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.curves import Rate
 
 ENVIRONMENT_VARIABLE = "MONTA_EMULATED_CLUSTER"
 

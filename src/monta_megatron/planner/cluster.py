@@ -15,12 +15,13 @@ from monta_megatron.common.rules import (
     Text,
     require,
 )
-from monta_megatron.common.text import Rate, counted
+from monta_megatron.common.text import counted
 from monta_megatron.planner.curves import (
     BY_NAME,
     NAMES,
     RESOURCES,
     Curve,
+    Rate,
     ResourceName,
     published_curves,
 )

@@ -39,9 +39,9 @@ import yaml
 
 from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.rules import require
-from monta_megatron.common.text import Rate
 from monta_megatron.core import Layout
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.curves import Rate
 
 # 800 Gb/s, of the newest interfaces.
 FASTEST_NIC = Rate(100.0)

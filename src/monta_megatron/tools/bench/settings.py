@@ -72,7 +72,7 @@ class Settings:
     experts: int = _setting(whole(1), "experts of the layer")
     top_k: int = _setting(whole(1), "experts of each token")
     hidden: int = _setting(whole(1), "hidden size")
-    tokens: int = _setting(num_tokens(1), "tokens of each rank")
+    tokens: int = _setting(num_tokens, "tokens of each rank")
     dtype: str = _setting(_dtype, "fp32, bf16 or fp16", "fp32")
     tp: int = _setting(whole(1), "tensor parallel size", "1")
     ep: int = _setting(whole(1), "expert parallel size (default: all ranks over --etp)")
