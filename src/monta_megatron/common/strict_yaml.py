@@ -64,7 +64,8 @@ def build(cls: type[T], data: Any, file: str, lines: Mapping[str, int] | None = 
     try:
         value: T = _value(cls, data, "")
     except _WrongValueError as error:
-        key, message = written, _ = error.args
+        key, message = error.args
+        written = key
         # A missing key is in the mapping that lacks it.
         while lines and written and written not in lines:
             written = written.rpartition(".")[0]
@@ -156,8 +157,7 @@ def _dataclass(kind: Any, data: Any, key: str) -> Any:
         if name not in names:
             raise _WrongValueError(_path(key, name), f"unknown key; {advice(name, names)}")
     required = [each.name for each in entries if each.default is each.default_factory is MISSING]
-    missing = ", ".join(name for name in required if name not in data)
-    if missing:
+    if missing := ", ".join(name for name in required if name not in data):
         raise _WrongValueError(_path(key, missing), "missing, must be given")
     values = {name: _value(hints[name], data[name], _path(key, name)) for name in data}
     try:
