@@ -15,10 +15,8 @@ from monta_megatron.common import ranks
     [
         ({}, 0, "wrong\n"),
         ({"RANK": "0", "LOCAL_RANK": "0"}, 0, "wrong\n"),
-        ({"SLURM_PROCID": "0"}, 0, "wrong\n"),
         # Another node's first rank, then its others: unless the first rank has ended them by then.
         ({"RANK": "8", "LOCAL_RANK": "0"}, 10, "wrong (rank 8 on {host})\n"),
-        ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, 10, "wrong (rank 8 on {host})\n"),
         ({"RANK": "9", "LOCAL_RANK": "1"}, 15, "wrong (rank 9 on {host})\n"),
     ],
 )

@@ -138,7 +138,7 @@ def run_timeline(parsed: argparse.Namespace) -> int:
 
     given = named_chain(parsed.chain, parsed.num_chunks)
     if parsed.trace is None:
-        _check_given(parsed, FILES, (), "without TRACE")
+        _check_given(parsed, FILES, (), "a file or a preset without TRACE")
         report = of_prediction(_request_of(parsed), given)
         path = parsed.out or Path("timeline.png")
     else:
