@@ -34,8 +34,7 @@ from sweep import Study, start
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import order_of_issue
-from monta_megatron.common.tables import table
-from monta_megatron.common.units import counted
+from monta_megatron.common.text import counted, table
 from monta_megatron.exchange.count_messages import MicroBatchCounts
 from monta_megatron.tools.bench.candidates import (
     Batch,

@@ -10,7 +10,7 @@ from statistics import mean, median
 from typing import Any, TypeAlias
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.units import counted
+from monta_megatron.common.text import counted
 from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.report import Row
 

@@ -19,14 +19,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from summary import measured_points, plot_predicted, summary_text
 
-from monta_megatron.cli import bench, main
+from monta_megatron.cli import main
+from monta_megatron.cli.on_ranks import (
+    add_bench_arguments,
+    find_this_rank,
+    measured,
+    run_as_rank,
+)
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_text, write_whole
-from monta_megatron.common.flags import positive
-from monta_megatron.common.ranks import find_this_rank, run_as_rank
-from monta_megatron.common.tables import Progress
-from monta_megatron.common.text import advice
+from monta_megatron.common.rules import positive
+from monta_megatron.common.text import Progress, advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import with_inter_rate
@@ -81,7 +85,7 @@ class Point(NamedTuple):
 def build_parser(study: Study = SWEEP) -> Parser:
     """The parser of a script with these flags."""
     parser = Parser(description=study.description)
-    bench.add_arguments(parser)
+    add_bench_arguments(parser)
     for name, metavar, text in FILES:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
     parser.add_argument(
@@ -148,7 +152,7 @@ def _measure(parsed: argparse.Namespace, study: Study) -> int:
                     file.write(json.dumps(report) + "\n")
         return True
 
-    if bench.measured(points[0].settings, measure) is None:
+    if measured(points[0].settings, measure) is None:
         return 1
     if this_rank.rank == 0:
         _report(out, parsed.plot, study)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 from kernel_cases import check
 
-from monta_megatron.common.flags import whole
+from monta_megatron.common.rules import whole
 
 BATCH = 100
 

@@ -28,7 +28,7 @@ import test_dispatcher_properties as of_dispatchers
 import test_exchange_properties as of_exchanges
 from pool import Pool
 
-from monta_megatron.common.flags import whole
+from monta_megatron.common.rules import whole
 
 
 @dataclass(frozen=True)

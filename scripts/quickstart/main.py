@@ -25,10 +25,9 @@ from trainings import (
 )
 
 from monta_megatron.cli.parser import Parser
-from monta_megatron.common.flags import positive, whole
-from monta_megatron.common.presets import commit, machine, versions
-from monta_megatron.common.tables import table
-from monta_megatron.common.units import size_text
+from monta_megatron.common.files import commit, machine, versions
+from monta_megatron.common.rules import positive, whole
+from monta_megatron.common.text import size_text, table
 from monta_megatron.emulation import emulator
 from monta_megatron.tools.compare import compare, interleaved, largest_difference
 

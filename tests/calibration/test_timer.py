@@ -19,7 +19,7 @@ from monta_megatron.calibration.tasks import (
     points_of,
 )
 from monta_megatron.calibration.timer import Timer
-from monta_megatron.common.tables import Progress
+from monta_megatron.common.text import Progress
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup
 

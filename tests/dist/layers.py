@@ -18,7 +18,7 @@ import torch.distributed as dist
 from equal import assert_equal
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common import first_rank
+from monta_megatron.common import ranks
 from monta_megatron.core import Choice
 
 T = TypeVar("T")
@@ -374,7 +374,7 @@ def variable_of_rank(name: str, values: Sequence[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def printed() -> Iterator[io.StringIO]:
     """What this rank prints, whether or not it was printed before."""
-    first_rank._printed.clear()
+    ranks._printed.clear()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         yield said
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import sub_parsers
 from pages import REPOSITORY
 
-from monta_megatron.cli import build_parser, sub_parsers
 from monta_megatron.integration.options import Options
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.tools.launch.run_config import RunConfig
@@ -33,7 +33,7 @@ def test_options_commands_and_variables_are_named() -> None:
         for name in re.findall(patterns[path.suffix], path.read_text(encoding="utf-8"))
     }
     options = {f"--moe-monta-{field.name.replace('_', '-')}" for field in fields(Options)}
-    commands = {f"monta {name}" for name in sub_parsers(build_parser())}
+    commands = {f"monta {name}" for name in sub_parsers()}
     assert (
         sorted(name for name in variables | options | commands if f"`{name}`" not in OPTIONS) == []
     )

@@ -1,17 +1,24 @@
 """Commands that run in the process of a test, and what others need."""
 
+import argparse
 import json
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from monta_megatron.cli import main
+from monta_megatron.cli import build_parser, main
 
 needs_training = pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("megatron.training") is None,
     reason="needs megatron.training: pip install 'megatron-core[training]>=0.19'",
 )
+
+
+def sub_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the sub-commands by name."""
+    actions = build_parser()._actions
+    return next(dict(each.choices or {}) for each in actions if each.dest == "command")
 
 
 class Monta:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import golden
 import pytest
+from commands import sub_parsers
 from preloaded import Preloaded
 
-from monta_megatron.cli import build_parser, main, sub_parsers
-from monta_megatron.common import presets
+from monta_megatron.cli import main
+from monta_megatron.common import files
 
 SESSIONS = sorted((Path(__file__).parent / "bad_input").glob("*.txt"))
 IMPORTED_ONCE = ("tools.bench.settings", "planner.plan", "planner.ranking", "calibration.command")
@@ -38,7 +39,7 @@ def process() -> Iterator[Preloaded]:
 
 @pytest.mark.parametrize("path", SESSIONS, ids=lambda path: path.stem)
 def test_one_line_and_status_2(path: Path, process: Preloaded, tmp_path: Path) -> None:
-    (tmp_path / "configs").symlink_to(presets.FOLDER)
+    (tmp_path / "configs").symlink_to(files.CONFIGS)
     (tmp_path / "train.py").touch()
     (tmp_path / "kept.yaml").write_text("kept")
 
@@ -48,7 +49,7 @@ def test_one_line_and_status_2(path: Path, process: Preloaded, tmp_path: Path) -
         (line,) = result.stderr.splitlines()
         assert {each.name for each in tmp_path.iterdir()} == {"configs", "train.py", "kept.yaml"}
         assert (tmp_path / "kept.yaml").read_text() == "kept"
-        return line.replace(str(presets.FOLDER), "configs").replace(sys.executable, "python")
+        return line.replace(str(files.CONFIGS), "configs").replace(sys.executable, "python")
 
     golden.check_session(path, answer)
 
@@ -61,5 +62,5 @@ def test_good_input_passes_the_same_way(process: Preloaded, tmp_path: Path) -> N
 
 
 def test_every_command_is_tried() -> None:
-    commands = {name.split()[0] for name in sub_parsers(build_parser())}
+    commands = {name.split()[0] for name in sub_parsers()}
     assert {path.stem for path in SESSIONS} == commands | {"monta"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from monta_megatron.common.ranks import cause_of, ended
+from monta_megatron.common.torchrun import cause_of, ended
 
 TRACEBACK = """\
 Traceback (most recent call last):

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron.common import nodes
-from monta_megatron.common.nodes import node_here, number_nodes
+from monta_megatron.common import ranks
+from monta_megatron.common.ranks import node_here, number_nodes
 from monta_megatron.core import Layout
 
 
 def test_names_of_nodes() -> None:
     torchrun_in_slurm = {"GROUP_RANK": "3", "LOCAL_WORLD_SIZE": "8", "SLURM_NODEID": "1"}
     # Several agents of torchrun on a host are of one node.
-    boot = nodes.BOOT_ID.read_text().strip()
+    boot = ranks.BOOT_ID.read_text().strip()
     here = f"{socket.gethostname()} (boot {boot})"
     assert node_here({}) == node_here(torchrun_in_slurm) == node_here({"GROUP_RANK": "4"}) == here
     # As NCCL does.
@@ -28,11 +28,11 @@ def test_containers_of_one_name_on_two_hosts(
     names = []
     for boot in ("5f0c", "a117"):
         (tmp_path / boot).write_text(f"{boot}\n")
-        monkeypatch.setattr(nodes, "BOOT_ID", tmp_path / boot)
+        monkeypatch.setattr(ranks, "BOOT_ID", tmp_path / boot)
         names.append(node_here({}))
     host = socket.gethostname()
     assert names == [f"{host} (boot 5f0c)", f"{host} (boot a117)"]
-    monkeypatch.setattr(nodes, "BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(ranks, "BOOT_ID", tmp_path / "missing")
     assert node_here({}) == f"{host} (boot unknown)"
 
 

@@ -4,25 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from monta_megatron.common import presets
+from monta_megatron.common import files
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.models.files import load_model
 
 
 def test_an_existing_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert presets.find("models", "dbrx") == presets.FOLDER / "models" / "dbrx.yaml"
+    assert files.find_config("models", "dbrx") == files.CONFIGS / "models" / "dbrx.yaml"
     # A folder of that name is no model.
     Path("dbrx").mkdir()
-    assert presets.find("models", "dbrx") == presets.FOLDER / "models" / "dbrx.yaml"
+    assert files.find_config("models", "dbrx") == files.CONFIGS / "models" / "dbrx.yaml"
     Path("dbrx").rmdir()
     Path("dbrx").write_text("name: mine\n")
-    assert presets.find("models", "dbrx") == Path("dbrx")
+    assert files.find_config("models", "dbrx") == Path("dbrx")
     Path("runs").mkdir()
-    assert presets.find("models", "../dbrx", "runs") == Path("runs/../dbrx")
+    assert files.find_config("models", "../dbrx", "runs") == Path("runs/../dbrx")
 
 
 def test_all_load_by_name() -> None:
     for kind, load in (("models", load_model), ("clusters", load_cluster)):
-        for path in (presets.FOLDER / kind).glob("*.yaml"):
+        for path in (files.CONFIGS / kind).glob("*.yaml"):
             assert load(path.stem) == load(path)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from monta_megatron.common import tables
-from monta_megatron.common.tables import Progress, table
+from monta_megatron.common import text
+from monta_megatron.common.text import Progress, table
 
 COLUMNS = ["chain", ">us", "why"]
 ROWS: list[Sequence[object]] = [
@@ -35,6 +35,6 @@ def test_progress_is_lines_of_the_first_rank(
         progress.phase("first", 2)
         progress.step()
         with monkeypatch.context() as patch:
-            patch.setattr(tables, "SECONDS_BETWEEN_LINES", -1.0)
+            patch.setattr(text, "SECONDS_BETWEEN_LINES", -1.0)
             progress.step()
     assert capsys.readouterr().err == "monta bench: first\nmonta bench: first: 2 of 2\n"

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from run_python import run_python
 
-from monta_megatron.common import first_rank
+from monta_megatron.common import ranks
 
 
 @pytest.mark.parametrize(
@@ -15,19 +15,17 @@ from monta_megatron.common import first_rank
     [
         ({}, 0, "wrong\n"),
         ({"RANK": "0", "LOCAL_RANK": "0"}, 0, "wrong\n"),
-        ({"SLURM_PROCID": "0"}, 0, "wrong\n"),
         # Another node's first rank, then its others: unless the first rank has ended them by then.
         ({"RANK": "8", "LOCAL_RANK": "0"}, 10, "wrong (rank 8 on {host})\n"),
-        ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, 10, "wrong (rank 8 on {host})\n"),
         ({"RANK": "9", "LOCAL_RANK": "1"}, 15, "wrong (rank 9 on {host})\n"),
     ],
 )
 def test_ranks_report_one_after_the_other(
     environ: dict[str, str], waits_s: float, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with mock.patch.object(first_rank, "linger") as linger:
-        first_rank.report("wrong", environ)
-    default_s = first_rank.OTHER_RANKS_LINGER_S
+    with mock.patch.object(ranks, "linger") as linger:
+        ranks.report("wrong", environ)
+    default_s = ranks.OTHER_RANKS_LINGER_S
     assert sum((*call.args, default_s)[0] for call in linger.call_args_list) == waits_s
     assert capsys.readouterr().err == ending.format(host=socket.gethostname())
 

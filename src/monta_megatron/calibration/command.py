@@ -20,9 +20,8 @@ from monta_megatron.calibration.tasks import (
 from monta_megatron.calibration.timer import Timer, starter_of
 from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.nodes import BOOT_ID
-from monta_megatron.common.tables import Progress, table
-from monta_megatron.common.units import counted
+from monta_megatron.common.ranks import BOOT_ID
+from monta_megatron.common.text import Progress, counted, table
 from monta_megatron.core import GroupName, Layout
 from monta_megatron.exchange.collectives import (
     PeerGroup,

@@ -39,7 +39,7 @@ from monta_megatron.calibration.tasks import (
 )
 from monta_megatron.chains import CHAINS, Counts
 from monta_megatron.chains.program import COLLECTIVES, Resource
-from monta_megatron.common.tables import Progress
+from monta_megatron.common.text import Progress
 from monta_megatron.core import Layout
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all

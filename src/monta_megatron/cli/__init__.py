@@ -1,4 +1,4 @@
-"""The `monta` command: one file per sub-command, whose docstring is its help.
+"""The `monta` command. The docstring of a function that runs a sub-command is its help.
 
 Exit status 0 on success; 2 on bad input, with one line on stderr that names the field, the value
 and the rule; 130 after Ctrl-C. With `--json`, standard output holds one JSON document and nothing
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser
     from types import FrameType
 
-COMMANDS = (
-    *("plan", "calibrate", "bench", "compare", "launch"),
-    *("timeline", "place", "emulate", "doctor"),
-)
+# Modules here, and the sub-commands whose flags they add and which they run.
+COMMANDS = {
+    "planning": ("plan", "timeline", "place"),
+    "on_ranks": ("calibrate", "bench", "emulate"),
+    "training": ("launch", "compare", "doctor"),
+}
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.
 INTERRUPTED, UNREAD = 130, 141
@@ -27,6 +29,7 @@ INTERRUPTED, UNREAD = 130, 141
 def build_parser() -> "ArgumentParser":
     """The parser of `monta` with all sub-commands."""
     from importlib import import_module
+    from inspect import getdoc
 
     from monta_megatron.cli.parser import Parser
     from monta_megatron.common import __version__
@@ -34,19 +37,16 @@ def build_parser() -> "ArgumentParser":
     parser = Parser(prog="monta", description="Expert-parallel token dispatch for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"monta-megatron {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        module = import_module(f"monta_megatron.cli.{name}")
-        text = module.__doc__ or name
-        command = commands.add_parser(name, help=text.partition("\n")[0], description=text)
-        command.add_argument("--json", action="store_true", help="print one JSON document")
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, check=getattr(module, "check", None))
+    for module_name, names in COMMANDS.items():
+        module = import_module(f"monta_megatron.cli.{module_name}")
+        for name in names:
+            run = getattr(module, f"run_{name}")
+            text = getdoc(run) or name
+            command = commands.add_parser(name, help=text.partition("\n")[0], description=text)
+            command.add_argument("--json", action="store_true", help="print one JSON document")
+            getattr(module, f"add_{name}_arguments")(command)
+            command.set_defaults(run=run, check=getattr(module, f"check_{name}", None))
     return parser
-
-
-def sub_parsers(parser: "ArgumentParser") -> dict[str, "ArgumentParser"]:
-    """The parsers of the sub-commands of `build_parser()` by name."""
-    return next(dict(each.choices or {}) for each in parser._actions if each.dest == "command")
 
 
 def main(arguments: Sequence[str] | None = None, parser: "ArgumentParser | None" = None) -> int:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None, parser: "ArgumentParser | None"
     if handler_before is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        from monta_megatron.common import first_rank
+        from monta_megatron.common import ranks
 
         try:
             parsed = (parser or build_parser()).parse_args(words)
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None, parser: "ArgumentParser | None"
             if sys.stdout is not None:
                 sys.stdout.flush()
     except ValueError as error:
-        first_rank.report(f"{command}: {error}")
+        ranks.report(f"{command}: {error}")
         return 2
     except OSError as error:
         # What is left in the buffer goes nowhere.
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None, parser: "ArgumentParser | None"
         # The reader has closed the pipe, as in `monta plan ... | head`.
         if isinstance(error, BrokenPipeError):
             return UNREAD
-        first_rank.report(f"{command}: {error}")
+        ranks.report(f"{command}: {error}")
         return 2
     except KeyboardInterrupt:
         # A launcher passes on what has reached this process already.

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from monta_megatron.common import first_rank
+from monta_megatron.common import ranks
 from monta_megatron.common.text import nearest
 
 
@@ -57,5 +57,5 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.split()).removeprefix("argument ")
-        first_rank.report(f"{self.prog}: {line}")
+        ranks.report(f"{self.prog}: {line}")
         self.exit(2)

@@ -1,10 +1,15 @@
-"""Flags that `plan` and `timeline` share: model, cluster, layout, tokens, a chain; flags apart."""
+"""Commands that plan, without ranks: `plan`, `timeline` and `place`."""
 
 import argparse
+import sys
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monta_megatron.common.flags import name_of, num_tokens, whole
+from monta_megatron.cli.parser import Parser
+from monta_megatron.common.rules import name_of, num_tokens, positive, whole
+from monta_megatron.common.text import Progress, one_of, print_report, tell
 
 if TYPE_CHECKING:
     from monta_megatron.tools.plan.request import PlanRequest
@@ -23,14 +28,200 @@ FLAGS = {
     "etp": (whole(1), "expert tensor parallel size"),
     "cp": (whole(1), "context parallel size"),
     "pp": (whole(1), "pipeline parallel size"),
-    "tokens": (num_tokens(1), "of a rank (default: the model's batch)"),
-    "seq-length": (num_tokens(1), "tokens of a sequence (default: the model's)"),
+    "tokens": (num_tokens, "of a rank (default: the model's batch)"),
+    "seq-length": (num_tokens, "tokens of a sequence (default: the model's)"),
     "micro-batch-size": (whole(1), "sequences of a micro-batch (default: the model's)"),
     "global-batch-size": (whole(1), "sequences of an iteration, for what it gains"),
 }
+# Those that go with a prediction, not with a trace.
+PREDICTED = ("world-size", "ranks-per-node", "tp", "ep", "etp", "cp", "pp", "tokens")
+SWEPT = ("tokens", "world-size", "ep")
+# Flags of `plan` that do not go with another.
+APART = {
+    "log": ("model", "iteration-ms", "sweep", "out"),
+    "sweep": ("chain", "iteration-ms", "out", "stages"),
+    "out": ("tokens",),
+}
 
 
-def add_arguments(parser: Any, flags: Iterable[str], chain_help: str) -> None:
+def add_plan_arguments(parser: Parser) -> None:
+    """Add all flags."""
+    _add_request_arguments(parser, FLAGS, "say where this chain stands")
+    parser.add_argument("--stages", action="store_true", help="add the table by stage")
+    parser.add_argument(
+        "--iteration-ms", type=positive, help="measured with alltoall: add the exchange's share"
+    )
+    parser.add_argument(
+        "--log", type=Path, help="of Megatron-LM or Bridge, in place of a model and a layout"
+    )
+    rows = f"a row for each value of {', '.join(SWEPT)}"
+    parser.add_argument("--sweep", metavar="KEY=A,B,C", type=_sweep, help=rows)
+    parser.add_argument("--out", type=Path, help="write a run file, for monta launch")
+
+
+def run_plan(parsed: argparse.Namespace) -> int:
+    """Choose a chain, or rank the layouts.
+
+    Choose the chain and the number of chunks for a layout, from the costs of the cluster. Without
+    --tp, --ep and --etp: every layout that fits, ranked.
+
+    examples:
+      monta plan --model configs/models/deepseek_v3.yaml \\
+          --cluster configs/clusters/h100_8x_ndr.yaml --world-size 1024 --ep 64 --pp 16
+      monta plan --log train.log --cluster h100_8x_ndr
+      monta plan --model qwen3_30b_a3b --cluster a100_hdr --world-size 32 --ep 16 \\
+          --sweep tokens=512,1k,2k,4k,8k
+    """
+    needed = ("cluster",) if parsed.log is not None else FILES
+    _check_given(parsed, needed, (), "a file or a preset")
+    for flag, others in APART.items():
+        if getattr(parsed, flag) is not None:
+            _check_given(parsed, (), others, f"with --{flag}")
+    if parsed.out is not None and parsed.out.exists():
+        raise ValueError(f"--out: got {parsed.out}, must not exist")
+    from monta_megatron.planner.benefit import share_of
+    from monta_megatron.tools.plan.report import PlanReport
+    from monta_megatron.tools.plan.request import plan_request
+
+    request, iteration_ms, ran = _request_of(parsed), parsed.iteration_ms, "alltoall"
+    if parsed.sweep is not None:
+        from monta_megatron.tools.plan.sweep import sweep
+
+        if parsed.sweep[0] != "ep":
+            _check_given(parsed, ("ep",), (), "with --sweep")
+        print_report(sweep(request, *parsed.sweep), parsed.json)
+        return 0
+    if parsed.log is not None:
+        from monta_megatron.tools.plan.training_log import read_training_log
+
+        log = read_training_log(parsed.log)
+        request, iteration_ms, ran = log.request(request), log.iteration_ms, log.dispatcher
+    planned = plan_request(request)
+    if parsed.out is not None:
+        from monta_megatron.tools.plan.run_file import write_run
+
+        write_run(parsed.out, request, planned)
+        tell("plan", f"wrote {parsed.out}")
+    share = None
+    if iteration_ms is not None and planned.benefit is not None:
+        share = share_of(iteration_ms, ran, planned.plan.time_us(ran), planned.benefit)
+    report = PlanReport(planned=planned, share=share, chain=parsed.chain, with_stages=parsed.stages)
+    print_report(report, parsed.json)
+    return 0
+
+
+def add_timeline_arguments(parser: Parser) -> None:
+    """Add all flags."""
+    parser.add_argument("trace", nargs="?", type=Path, help="file of bench --trace")
+    chain_help = "default: the fastest of the trace, or the planner's choice"
+    _add_request_arguments(parser, PREDICTED, chain_help)
+    parser.add_argument("--num-chunks", type=whole(1), help="of --chain (default: 4)")
+    parser.add_argument("--out", type=Path, help="the picture (default: TRACE.png, timeline.png)")
+
+
+def run_timeline(parsed: argparse.Namespace) -> int:
+    """Draw what overlaps with what, recorded or predicted.
+
+    Draw when every stage and chunk ran, by resource, below stock alltoall, and print how much of
+    each resource was hidden by others: from a trace of monta bench --trace, or from the cost model
+    (--model and --cluster).
+
+    examples:
+      monta timeline --model qwen3_235b_a22b --cluster h100_8x_ndr \\
+          --world-size 128 --tp 2 --ep 16 --pp 4
+      monta emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500 -- \\
+          monta bench --experts 16 --top-k 4 --hidden 1024 --tokens 512 --trace trace.json
+      monta timeline trace.json
+    """
+    from monta_megatron.tools import pictures
+    from monta_megatron.tools.timeline.report import named_chain, of_prediction, of_trace
+
+    given = named_chain(parsed.chain, parsed.num_chunks)
+    if parsed.trace is None:
+        _check_given(parsed, FILES, (), "a file or a preset without TRACE")
+        report = of_prediction(_request_of(parsed), given)
+        path = parsed.out or Path("timeline.png")
+    else:
+        _check_given(parsed, (), (*FILES, *PREDICTED), "with TRACE")
+        report = of_trace(parsed.trace, given)
+        path = parsed.out or parsed.trace.with_suffix(".png")
+    if pictures.can_draw():
+        from monta_megatron.tools.timeline.picture import draw
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw(report, path)
+        report = replace(report, picture=path)
+    else:
+        tell("timeline", f"no picture without matplotlib: {pictures.INSTALL}")
+    print_report(report, parsed.json)
+    return 0
+
+
+def add_place_arguments(parser: Parser) -> None:
+    """Add all flags."""
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--trace", type=Path, help="folder of Megatron's --moe-routing-trace-path")
+    way.add_argument(
+        "--apply",
+        type=Path,
+        help="torch_dist checkpoint: value of --load, or an iteration's folder",
+    )
+    for name, text in FILES.items():
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"with --trace: {text}")
+    parser.add_argument("--ep", type=whole(1), help="EP ranks (default: the cluster's)")
+    parser.add_argument("--etp", type=whole(1), help="expert tensor parallel size")
+    parser.add_argument("--pp", type=whole(1), help="pipeline stages of the traced run")
+    parser.add_argument("--placement", type=Path, help="with --apply: file that --out wrote")
+    parser.add_argument("--undo", action="store_true", help="with --apply: put the experts back")
+    parser.add_argument("--out", type=Path, help="file of the placement, or the new checkpoint")
+
+
+def run_place(parsed: argparse.Namespace) -> int:
+    """Place experts that tokens choose together.
+
+    From a router trace of Megatron: copies of a token that are sent, and an order of the experts in
+    which they are fewer, judged on tokens that it was not made from. With --apply: a checkpoint in
+    that order. Nothing is left to do at run time.
+
+    examples:
+      monta place --trace trace --model olmoe_1b_7b --cluster cluster.yaml \\
+          --ep 8 --out placement.json
+      monta place --apply checkpoints --placement placement.json --out placed
+      monta place --apply placed --placement placement.json --undo --out undone
+    """
+    if parsed.trace is None:
+        return _apply(parsed)
+    _check_given(parsed, FILES, ("placement", "undo"), "with --trace")
+    from monta_megatron.tools.place.report import place
+
+    report = place(
+        parsed.trace,
+        parsed.model,
+        parsed.cluster,
+        ep=parsed.ep,
+        etp=parsed.etp or 1,
+        pp=parsed.pp or 1,
+        out=parsed.out,
+        progress=Progress("place" if sys.stderr.isatty() else None),
+    )
+    print_report(report, parsed.json)
+    if parsed.out is not None:
+        tell("place", f"{parsed.out} is not written" if report.refused else f"wrote {parsed.out}")
+    return 0
+
+
+def _apply(parsed: argparse.Namespace) -> int:
+    _check_given(parsed, ("placement", "out"), (*FILES, "ep", "etp", "pp"), "with --apply")
+    from monta_megatron.tools.place.checkpoint import apply_placement
+    from monta_megatron.tools.place.placement import read_placement
+
+    placement = read_placement(parsed.placement)
+    placement = placement.inverse() if parsed.undo else placement
+    print_report(apply_placement(parsed.apply, placement, parsed.out), parsed.json)
+    return 0
+
+
+def _add_request_arguments(parser: Parser, flags: Iterable[str], chain_help: str) -> None:
     """Add the flags for the files, some of `FLAGS`, and --chain."""
     for name, text in FILES.items():
         parser.add_argument(f"--{name}", metavar="FILE", help=text)
@@ -46,15 +237,24 @@ def _chains() -> Iterable[str]:
     return CHAINS
 
 
-def request_of(parsed: argparse.Namespace) -> "PlanRequest":
-    """The request that the flags make."""
+def _sweep(text: str) -> tuple[str, list[Any]]:
+    """The key and the values of KEY=a,b,c."""
+    key, _, values = text.partition("=")
+    if key not in SWEPT or not values:
+        rule = f"KEY=a,b,c with KEY {one_of(key, SWEPT)}"
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be {rule}")
+    read, _ = FLAGS[key]
+    return key, [read(value.strip()) for value in values.split(",")]
+
+
+def _request_of(parsed: argparse.Namespace) -> "PlanRequest":
     from monta_megatron.tools.plan.request import PlanRequest
 
     names = ("model", "cluster", *(name.replace("-", "_") for name in FLAGS))
     return PlanRequest(**{name: getattr(parsed, name, None) for name in names})
 
 
-def check_given(
+def _check_given(
     parsed: argparse.Namespace, needed: Iterable[str], others: Iterable[str], way: str
 ) -> None:
     """Check flags that depend on the way a command is used.

@@ -6,7 +6,7 @@ fail.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -26,8 +26,7 @@ def after_import(module_name: str, function: Callable[[ModuleType], None]) -> No
         function: called once, with the module, after its body has run.
     """
     module = sys.modules.get(module_name)
-    spec = getattr(module, "__spec__", None)
-    if module is not None and not getattr(spec, "_initializing", False):
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
         function(module)
         return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -38,16 +37,14 @@ def after_import(module_name: str, function: Callable[[ModuleType], None]) -> No
 class _Finder(MetaPathFinder):
     """Finds a watched module with the other finders, and adds a step to its loader."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname not in _pending:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        others = [finder for finder in sys.meta_path if finder is not self]
         specs = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
+        spec = next(filter(None, specs), None)
         # None is a namespace package, without a body to wait for.
-        loader: Any = None if spec is None else spec.loader
+        loader = getattr(spec, "loader", None)
         if loader is not None:
             load = loader.exec_module
 

@@ -8,7 +8,7 @@ runtime or driver, it does not only order operations but runs them one after the
 import ctypes
 import os
 
-from monta_megatron.common.first_rank import is_first_rank, print_once
+from monta_megatron.common.ranks import is_first_rank, print_once
 
 VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 LEAST_NCCL, LEAST_CUDA = (2, 26), (12, 3)

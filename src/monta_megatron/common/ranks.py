@@ -1,124 +1,88 @@
-"""The rank of this process, and the cause of a failed run. No torch.
+"""The rank of this process, its node, and the lines that ranks print for users. No torch.
 
-The first traceback is the cause: other ranks fail because they have lost the first. torch marks the
-lines of a joined rank with "[rank3]: ".
+Ranks that share a node are joined by the node link. A rank learns from its system on which host it
+runs; the ranks of an exchange share this once. A host is a node, unless a cluster file says how
+many consecutive ranks are one, MONTA_NODE names the nodes, or `--moe-monta-ranks-per-node`
+overrides all of that.
 """
 
 import os
-import re
-import signal
+import socket
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from monta_megatron.common.first_rank import is_first_rank, linger
+from monta_megatron.common.text import shown
 
-_MARK = re.compile(r"^\[rank\d+\]: ?")
-# How a training says that its configuration is refused.
-_MISTAKE = "monta: error: "
-# Two ranks may print theirs line by line in turn.
-_TRACEBACK = r"^Traceback \(most recent call last\).*\n(?:(?:Traceback| ).*\n)*(\S.*)"
-_CHAINED = r"(?:The above exception was|During handling of the above).*\n"
-_CHAIN = re.compile(rf"{_TRACEBACK}(?:(?:\n(?!Traceback).*)*?\n{_CHAINED}{_TRACEBACK})*", re.M)
+# The same in all containers of a host, and another on every host.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def cause_of(lines: Iterable[str]) -> str | None:
-    """The line that says why a run ended; None if there is none.
+def node_here(environ: Mapping[str, str] = os.environ) -> str:
+    """A name that exactly the ranks of this node share.
 
-    Args:
-        lines: what all of its ranks printed, or one of them.
+    It is MONTA_NODE if that is set, such as the name of an NVLink domain. Otherwise it is that of
+    this host, as NCCL finds it, which uses the node link only where this is the same: NCCL_HOSTID,
+    or else the host's name and the identity of its last start, since containers on several hosts
+    may have one name. Launchers' numbers do not tell: torchrun may have several agents on a host.
     """
-    mark, of_rank = None, []
-    for line in filter(None, map(str.rstrip, lines)):
-        text = _MARK.sub("", line)
-        if mark is None and text.startswith(_MISTAKE):
-            return text
-        if mark is None and text.startswith("Traceback (most recent call last)"):
-            mark = line.removesuffix(text)
-        if text and line.removesuffix(text) == mark:
-            of_rank.append(text)
-    chain = _CHAIN.search("\n".join(of_rank))
-    return None if chain is None else f"{mark}{chain[2] or chain[1]}"
+    given = environ.get("MONTA_NODE") or environ.get("NCCL_HOSTID")
+    # A sandbox may lack the file.
+    boot = BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else "unknown"
+    return given or f"{socket.gethostname()} (boot {boot})"
 
 
-def ended(status: int) -> str:
-    """End of a process by its exit status; 128 + n stands for signal n."""
-    try:
-        return f"by signal {status - 128} ({signal.Signals(status - 128).name})"
-    except ValueError:
-        return f"with exit status {status}"
+def number_nodes(names: Sequence[str]) -> tuple[int, ...]:
+    """The node of every rank, numbered from 0 in the order of first appearance."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
-def why_ended(status: int, log: Path) -> str:
-    """End of a run and, where its log tells it, the reason."""
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        cause = cause_of(lines)
-    return ended(status) if cause is None else f"{ended(status)}: {cause}"
+def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> tuple[int, ...]:
+    """The node of every rank, where `ranks_per_node` consecutive ones are on each."""
+    return number_nodes([str(rank // ranks_per_node) for rank in ranks])
 
 
-INTERRUPT_REACHES_ALL_S = 1.0
+OTHER_RANKS_LINGER_S = 5.0
+OTHER_NODES_LINGER_S = 10.0
+_printed: set[str] = set()
 
 
-class ThisRank(NamedTuple):
-    """This process among the ranks of its launch, and among those of its node."""
-
-    rank: int
-    world_size: int
-    local_rank: int
+def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank reports for all; also true in a process that no launcher started."""
+    return environ.get("RANK", "0") == "0"
 
 
-def find_this_rank(command: str, environ: Mapping[str, str] = os.environ) -> ThisRank:
-    """Rank of this process, from the variables of a launcher.
+def print_once(line: str) -> None:
+    """Print a line, unless this process has printed it before; ranks above 0 name themselves."""
+    import torch.distributed as dist
 
-    Args:
-        command: the sub-command of `monta`, for the message.
-        environ: the environment of this process.
+    if line in _printed:
+        return
+    _printed.add(line)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    where = "monta" if rank == 0 else f"monta, rank {rank}"
+    # Printed, as Megatron prints what users should see; its log starts at WARNING.
+    print(shown(f"{where}: {line}"), flush=True)
 
-    Raises:
-        ValueError: no launcher has set them.
+
+def linger(time_s: float = OTHER_RANKS_LINGER_S) -> None:
+    """Let the first rank report why before a silent rank's exit makes torchrun end all ranks."""
+    time.sleep(time_s)
+
+
+def report(line: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Report a mistake on standard error, if possible in one line for all ranks that make it.
+
+    The first rank does so at once, and its end ends the launch. A rank that is still there after a
+    while has made the mistake without it, as where one node lacks a file, and reports it too; first
+    ranks of nodes come before the others. Where a launcher lets nodes end by themselves, that is
+    one line per node.
     """
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        raise ValueError(
-            "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
-            f"--nproc-per-node N -m monta_megatron {command} ..., or monta emulate"
-        )
-    return ThisRank(
-        rank=int(environ["RANK"]),
-        world_size=int(environ["WORLD_SIZE"]),
-        local_rank=int(environ.get("LOCAL_RANK", "0")),
-    )
-
-
-def run_as_rank(run: Callable[[], int]) -> int:
-    """Run a command on every rank of a launch, so that Ctrl-C and failures end all of it in order.
-
-    Args:
-        run: the command; returns the exit status, or raises ValueError for a user's mistake.
-    """
-    interrupted = False
-
-    def interrupt(*signal_and_frame: Any) -> None:
-        nonlocal interrupted
-        interrupted = True
-        # A launcher passes on what has reached this rank already.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    handler_before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        status = run()
-    except RuntimeError:
-        # An interrupted launch ends rank by rank, so it is no fault that this rank lost its peers:
-        # its own interrupt may still be on its way, or autograd may have replaced it by the error
-        # about the lost peers.
-        time.sleep(INTERRUPT_REACHES_ALL_S)
-        if interrupted:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        if not interrupted:
-            signal.signal(signal.SIGINT, handler_before)
-    if status != 0 and not is_first_rank():
-        linger()
-    return status
+    line = shown(line)
+    if not is_first_rank(environ):
+        is_first_of_node = environ.get("LOCAL_RANK") == "0"
+        linger(OTHER_NODES_LINGER_S + (0 if is_first_of_node else OTHER_RANKS_LINGER_S))
+        line += f" (rank {environ['RANK']} on {os.uname().nodename})"
+    print(line, file=sys.stderr, flush=True)

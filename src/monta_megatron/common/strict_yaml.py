@@ -36,8 +36,8 @@ def load(cls: type[T], path: str | Path) -> T:
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    data, node = _read(path)
-    return build(cls, data, str(path), dict(_lines(node, "")))
+    data, lines = _read(path)
+    return build(cls, data, str(path), lines)
 
 
 def read(path: str | Path) -> Any:
@@ -65,11 +65,11 @@ def build(cls: type[T], data: Any, file: str, lines: Mapping[str, int] | None = 
         value: T = _value(cls, data, "")
     except _WrongValueError as error:
         key, message = error.args
-        written, lines = key, lines or {}
+        written = key
         # A missing key is in the mapping that lacks it.
-        while written and written not in lines:
+        while lines and written and written not in lines:
             written = written.rpartition(".")[0]
-        where = f"{file}:{lines[written]}" if written else file
+        where = f"{file}:{lines[written]}" if lines and written else file
         raise ValueError(": ".join(filter(None, (where, key, message)))) from None
     return value
 
@@ -105,24 +105,23 @@ def _path(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def _value(kind: Any, data: Any, key: str) -> Any:
-    """`data` as `kind`: a scalar, a union with None, a literal, a tuple, a mapping, a dataclass."""
+def _value(kind: Any, data: Any, key: str, rule: str | None = None) -> Any:
+    """`data` as a type or annotation; `rule` is that of an annotated scalar, for messages."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return data
     if origin is Annotated:
-        inner, rule = arguments
-        # The rule says more than the type that it is based on.
-        value = _scalar(inner, data, key, rule.text) if inner in SCALARS else data
-        if not rule.holds(value):
-            raise _refused(key, data, rule.text)
+        inner, annotated = arguments
+        value = _value(inner, data, key, annotated.text)
+        if not annotated.holds(value):
+            raise _refused(key, data, annotated.text)
         return value
     if origin in (Union, types.UnionType):
         # Only `X | None`: a value that could be read in two ways would have no single rule to name.
         return None if data is None else _value(arguments[0], data, key)
     if origin is Literal:
         if data not in arguments:
-            raise _refused(key, data, one_of(data, map(str, arguments)))
+            raise _refused(key, data, one_of(data, [str(each) for each in arguments]))
         return data
     if origin is tuple:
         if not isinstance(data, list):
@@ -142,14 +141,10 @@ def _value(kind: Any, data: Any, key: str) -> Any:
         raise _refused(key, data, kind.RULE)
     if is_dataclass(kind):
         return _dataclass(kind, data, key)
-    return _scalar(kind, data, key, SCALARS[kind])
-
-
-def _scalar(kind: Any, data: Any, key: str, rule: str) -> Any:
     if kind is float and type(data) is int:
         return float(data)
     if type(data) is not kind:
-        raise _refused(key, data, rule)
+        raise _refused(key, data, rule or SCALARS[kind])
     return data
 
 
@@ -162,8 +157,7 @@ def _dataclass(kind: Any, data: Any, key: str) -> Any:
         if name not in names:
             raise _WrongValueError(_path(key, name), f"unknown key; {advice(name, names)}")
     required = [each.name for each in entries if each.default is each.default_factory is MISSING]
-    missing = ", ".join(name for name in required if name not in data)
-    if missing:
+    if missing := ", ".join(name for name in required if name not in data):
         raise _WrongValueError(_path(key, missing), "missing, must be given")
     values = {name: _value(hints[name], data[name], _path(key, name)) for name in data}
     try:
@@ -174,56 +168,48 @@ def _dataclass(kind: Any, data: Any, key: str) -> Any:
         raise _WrongValueError(_path(key, name) if colon else key, message or name) from None
 
 
-def _read(path: str | Path) -> tuple[Any, yaml.Node | None]:
-    """The plain data in a file, and its YAML node, which knows the lines."""
+def _read(path: str | Path) -> tuple[Any, dict[str, int]]:
+    """The plain data in a file, and the line of each key by its path."""
     loader = _Loader(read_text(path, "YAML"))
     try:
         node = loader.get_single_node()
-        return (None if node is None else loader.construct_document(node)), node
-    except (yaml.YAMLError, ValueError) as error:
+        data = None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = path if mark is None else f"{path}:{mark.line + 1}"
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ValueError(f"{where}: is no plain YAML: {problem}") from error
+    lines: dict[str, int] = {}
+    for key, line in _lines(node, ""):
+        if key in lines:
+            raise ValueError(f"{path}:{line}: {key}: written twice, must be given once")
+        lines[key] = line
+    return data, lines
 
 
 def _lines(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
     """The line of each key in a node, by its path."""
-    entries: list[tuple[object, yaml.Node, yaml.Node]] = []
-    if isinstance(node, yaml.MappingNode):
-        entries = [(name.value, name, value) for name, value in node.value]
-    elif isinstance(node, yaml.SequenceNode):
-        entries = [(position, value, value) for position, value in enumerate(node.value)]
-    for name, place, value in entries:
-        path = _path(key, name)
-        yield path, place.start_mark.line + 1
+    is_mapping = isinstance(node, yaml.MappingNode)
+    for position, entry in enumerate(node.value if isinstance(node, yaml.CollectionNode) else ()):
+        name, value = entry if is_mapping else (entry, entry)
+        path = _path(key, name.value if is_mapping else position)
+        yield path, name.start_mark.line + 1
         yield from _lines(value, path)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML as its author means it.
+    """Takes 4:00:00, 010 and a date for texts and 1e3 for a number, as an author means them.
 
-    A key that is written twice is refused, of which YAML takes the last. 4:00:00 and 010 are texts
-    and 1e3 is a number, which YAML 1.1 takes for 14400, 8 and a text.
+    For YAML 1.1 they are 14400, 8, a date and a text.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: list[Any] = []
-        for key, _ in node.value:
-            if key.value in seen:
-                problem = f"the key {key.value} is written twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.append(key.value)
-        return super().construct_mapping(node, deep)
 
-
-_NUMBERS = {
-    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*)$",
-    "tag:yaml.org,2002:float": r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$",
-}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+    first: [each for each in resolvers if each[0].endswith((":bool", ":null", ":merge"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-for _tag, _pattern in _NUMBERS.items():
-    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), [*"-+0123456789."])
+for _kind, _pattern in (
+    ("int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$")),
+    ("float", re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _pattern, [*"-+0123456789."])

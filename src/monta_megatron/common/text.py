@@ -1,7 +1,14 @@
-"""Texts of messages: suggestions for unknown names, and one printable line of anything."""
+"""Text for users: suggestions, quantities in units, tables, reports and progress."""
 
-from collections.abc import Iterable
+import json
+import sys
+import time
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from typing import Any, Protocol
+
+# Of a report's lines.
+WIDTH = 80
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:
@@ -9,16 +16,14 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(str(name).lower(), list(known), n=1)), None)
 
 
-def one_of(name: object, known: Iterable[str]) -> str:
+def one_of(name: object, known: Collection[str]) -> str:
     """The rule that `name` breaks: "one of x, y", with " (did you mean x?)" where one is close."""
-    known = list(known)
     meant = nearest(name, known)
     return f"one of {', '.join(known)}" + ("" if meant is None else f" (did you mean {meant}?)")
 
 
-def advice(name: object, known: Iterable[str]) -> str:
+def advice(name: object, known: Collection[str]) -> str:
     """Suggestion in place of `name`: "did you mean x?", or "known: x, y" where none is close."""
-    known = list(known)
     meant = nearest(name, known)
     return f"known: {', '.join(known)}" if meant is None else f"did you mean {meant}?"
 
@@ -28,3 +33,99 @@ def shown(text: object) -> str:
     return "".join(
         character if character.isprintable() else repr(character)[1:-1] for character in str(text)
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """1, "chunk" -> "1 chunk"; 4096, "token" -> "4,096 tokens"; nouns with a plural in s or es."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}" + ("" if number == 1 else plural)
+
+
+def _in_units(number: float, largest: float, units: Sequence[tuple[str, float]]) -> str:
+    """A number in three digits and the unit, of descending ones, that suits `largest`."""
+    unit, size = next((each for each in units if largest >= 0.9995 * each[1]), units[-1])
+    scaled = number / size
+    return f"{scaled:.3g} {unit}" if scaled < 999.5 else f"{scaled:,.0f} {unit}"
+
+
+def size_text(num_bytes: float | None) -> str:
+    """Bytes, 1 GB being 1e9 of them, in three digits and a unit; "-" for none."""
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+    return _in_units(num_bytes, num_bytes, units) if num_bytes else "-"
+
+
+def time_text(time_us: float, beside_us: float = 0.0) -> str:
+    """A time in three digits and us, ms or s: the unit of the larger of it and `beside_us`."""
+    return _in_units(time_us, max(time_us, beside_us), (("s", 1e6), ("ms", 1e3), ("us", 1.0)))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
+    """A table as text, without a line break at its end.
+
+    Args:
+        columns: the headings; one that begins with ">" aligns its column right.
+        rows: a cell for each column: any object, None for "-".
+        title: a line above the table.
+    """
+    names = [column.removeprefix(">") for column in columns]
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    # One space is enough before what aligns right, whose cells hardly ever fill their column.
+    formats = [
+        f" {{:>{width}}}" if column.startswith(">") else f"  {{:<{width}}}"
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    margin = len(formats[0].partition("{")[0])
+    lines = ["".join(formats).format(*row)[margin:].rstrip() for row in (names, *cells)]
+    return "\n".join(([title] if title else []) + lines)
+
+
+class Report(Protocol):
+    """Result of a command."""
+
+    def document(self) -> Any:
+        """Plain data for JSON."""
+
+    def text(self) -> str:
+        """The same in words and tables."""
+
+
+def print_report(report: Report, as_json: bool) -> None:
+    """Print a report on standard output: in words, or as the one JSON document of --json."""
+    print(json.dumps(report.document(), indent=2) if as_json else report.text())
+
+
+def tell(command: str, line: str) -> None:
+    """Print a line of a command on standard error: standard output is for its report."""
+    print(shown(f"monta {command}: {line}"), file=sys.stderr, flush=True)
+
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress:
+    """Progress of a long piece of work, phase by phase.
+
+    Args:
+        command: the sub-command of `monta` that prints lines; None where nothing is shown, as on
+            all ranks but the first.
+    """
+
+    def __init__(self, command: str | None = None) -> None:
+        self._command = command
+
+    def phase(self, text: str, total: int) -> None:
+        """A new phase of `total` steps begins."""
+        self._text, self._done, self._total = text, 0, total
+        self._tell(text)
+
+    def step(self, done: int | None = None) -> None:
+        """So many steps are done, or one more: a line every few seconds."""
+        self._done = self._done + 1 if done is None else done
+        if time.monotonic() - self._told_s > SECONDS_BETWEEN_LINES:
+            self._tell(f"{self._text}: {self._done} of {self._total}")
+
+    def _tell(self, line: str) -> None:
+        self._told_s = time.monotonic()
+        if self._command is not None:
+            tell(self._command, line)

@@ -1,16 +1,71 @@
-"""torchrun, whose failure is one line and the exit status of the rank that failed first.
+"""A failed run in one line: its cause, from what its ranks printed, and torchrun that says it.
 
     python -m monta_megatron.common.torchrun --nproc-per-node 8 SCRIPT ARGS...
 
-torchrun itself prints some eighty lines, and its status is always 1.
+torchrun itself prints some eighty lines, and its status is always 1; this one ends with the exit
+status of the rank that failed first.
 """
 
 import logging
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from monta_megatron.common.ranks import ended
+# torch marks the lines of a joined rank with "[rank3]: ".
+_MARK = re.compile(r"^\[rank\d+\]: ?")
+# How a training says that its configuration is refused.
+_MISTAKE = "monta: error: "
+_TRACEBACK = "Traceback (most recent call last)"
+_CHAINED = ("The above exception was", "During handling of the above")
+
+
+def cause_of(lines: Iterable[str]) -> str | None:
+    """The line that says why a run ended; None if there is none.
+
+    The first rank with a traceback is the cause: others fail because they have lost it. Of an
+    exception that was raised from another, the last counts.
+
+    Args:
+        lines: what all of its ranks printed, or one of them.
+    """
+    mark = cause = None
+    in_traceback, is_chained = False, True
+    for line in filter(None, map(str.rstrip, lines)):
+        text = _MARK.sub("", line)
+        if mark is None:
+            if text.startswith(_MISTAKE):
+                return text
+            if not text.startswith(_TRACEBACK):
+                continue
+            mark = line.removesuffix(text)
+        if line.removesuffix(text) != mark:
+            continue
+        if text.startswith(_TRACEBACK):
+            if not is_chained and not in_traceback:
+                break
+            in_traceback, is_chained = True, False
+        elif in_traceback and text and not text.startswith(" "):
+            cause, in_traceback = f"{mark}{text}", False
+        elif text.startswith(_CHAINED):
+            is_chained = True
+    return cause
+
+
+def ended(status: int) -> str:
+    """End of a process by its exit status; 128 + n stands for signal n."""
+    try:
+        return f"by signal {status - 128} ({signal.Signals(status - 128).name})"
+    except ValueError:
+        return f"with exit status {status}"
+
+
+def why_ended(status: int, log: Path) -> str:
+    """End of a run and, where its log tells it, the reason."""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        cause = cause_of(lines)
+    return ended(status) if cause is None else f"{ended(status)}: {cause}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

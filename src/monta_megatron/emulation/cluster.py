@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from monta_megatron.common import presets
-from monta_megatron.common.units import Rate
+from monta_megatron.common import files
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.curves import Rate
 
 ENVIRONMENT_VARIABLE = "MONTA_EMULATED_CLUSTER"
 
@@ -68,7 +68,7 @@ class EmulatedCluster:
         return int(Path(f"/sys/class/net/{NIC}/statistics/tx_bytes").read_text())
 
 
-PRESET = presets.FOLDER / "clusters" / "emulated_2x4_500mbit.yaml"
+PRESET = files.CONFIGS / "clusters" / "emulated_2x4_500mbit.yaml"
 
 
 def default_costs(emulated: EmulatedCluster) -> Cluster:

@@ -29,9 +29,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from monta_megatron.common.ranks import cause_of, ended
-from monta_megatron.common.tables import tell
-from monta_megatron.common.units import counted
+from monta_megatron.common.text import counted, tell
+from monta_megatron.common.torchrun import cause_of, ended
 from monta_megatron.emulation import network
 from monta_megatron.emulation.cluster import (
     ENVIRONMENT_VARIABLE,

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains.program import BoundProgram, Operation
 from monta_megatron.common import __version__
-from monta_megatron.common.presets import version_of
+from monta_megatron.common.files import version_of
 from monta_megatron.common.torch_private import timeout_of
 from monta_megatron.exchange.collectives import PeerGroup
 

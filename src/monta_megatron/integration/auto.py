@@ -21,8 +21,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from monta_megatron.common.first_rank import print_once
-from monta_megatron.common.rules import hash_of
+from monta_megatron.common.ranks import print_once
 from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Choice
 from monta_megatron.exchange.collectives import gather_objects
@@ -77,7 +76,7 @@ class Chooser:
     def _set_tag(self, agreed: dict[str, Any], ticks: int = 0) -> None:
         """Set the tag: a hash of the values that all ranks have to share, and this rank's time."""
         self._hashed = agreed
-        self.tag = (hash_of(agreed) & 0xFFFFFFFF) << TIME_BITS | ticks
+        self.tag = hash_of(agreed) << TIME_BITS | ticks
 
 
 class AutoChooser(Chooser):

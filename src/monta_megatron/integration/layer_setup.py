@@ -1,5 +1,6 @@
 """Set-up of a layer's dispatcher: what lasts for the layer, agreed by its expert group."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,8 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains.chain import num_counted_blocks
-from monta_megatron.common.first_rank import print_once
-from monta_megatron.common.nodes import is_named, node_here
+from monta_megatron.common.ranks import node_here, print_once
 from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups
@@ -143,7 +143,7 @@ def set_up_layer(
         )
 
     # Where the nodes are taken from, which all ranks have to know alike.
-    named = {"whether MONTA_NODE is set": is_named()}
+    named = {"whether MONTA_NODE is set": bool(os.environ.get("MONTA_NODE"))}
 
     def set_up() -> LayerSetup:
         agreed = agreed_config(given, config, groups, permuted_only) | named

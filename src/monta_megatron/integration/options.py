@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
-from monta_megatron.common import presets
+from monta_megatron.common import files
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
 
@@ -176,7 +176,7 @@ class Options:
             )
         # Code may pass a `Cluster` itself instead of a file.
         if "cluster" in given and not isinstance(given["cluster"], Cluster):
-            path = presets.find("clusters", given["cluster"])
+            path = files.find_config("clusters", given["cluster"])
             # `load_cluster` reports a file that does not exist.
             changed_ns = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
             given["cluster"] = _cluster(path, changed_ns)

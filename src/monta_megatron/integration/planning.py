@@ -1,5 +1,7 @@
 """The planner of a dispatcher, and the values that all ranks of an expert group have to share."""
 
+import json
+import zlib
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -9,8 +11,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.common import __version__
-from monta_megatron.common.rules import hash_of
-from monta_megatron.common.units import counted
+from monta_megatron.common.text import counted
 from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange.collectives import nccl_settings
 from monta_megatron.exchange.kernels import is_fused
@@ -112,6 +113,11 @@ def check_chain_runs(options: Options, config: "TransformerConfig", layout: Layo
     chain = options.named_chain
     if chain is not None and (reason := incompatibility(chain, config, layout)):
         raise ValueError(f"moe_monta_chain: {chain.name} cannot run here: {reason}")
+
+
+def hash_of(values: Mapping[str, Any]) -> int:
+    """32 bits of a mapping of plain values, the same in every process."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def agreed_config(

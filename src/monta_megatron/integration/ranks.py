@@ -4,12 +4,13 @@ An expert group is the TP x EP ranks that share the experts of a layer (Megatron
 The expert groups of a pipeline stage are replicas of each other.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from monta_megatron.common.nodes import consecutive_nodes, is_named, number_nodes
+from monta_megatron.common.ranks import consecutive_nodes, number_nodes
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.options import Options
 
@@ -84,6 +85,6 @@ def nodes_of_ranks(
     """The node of each rank by options and hosts (or MONTA_NODE); see `Cluster.nodes_of`."""
     if options.ranks_per_node is not None:
         return consecutive_nodes(ranks, options.ranks_per_node), None
-    if options.cluster is None or is_named():
+    if options.cluster is None or os.environ.get("MONTA_NODE"):
         return number_nodes(hosts), None
     return options.cluster.nodes_of(ranks, hosts)

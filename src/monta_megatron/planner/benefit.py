@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from monta_megatron.common.rules import require
-from monta_megatron.common.units import counted, time_text
+from monta_megatron.common.text import counted, time_text
 
 
 @dataclass(frozen=True, kw_only=True)

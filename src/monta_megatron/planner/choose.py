@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
-from monta_megatron.common.units import counted, size_text
+from monta_megatron.common.text import counted, size_text
 from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
 

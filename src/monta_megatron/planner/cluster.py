@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from monta_megatron.chains.program import Policy, PricedOperation, Resource
-from monta_megatron.common.nodes import consecutive_nodes, number_nodes
+from monta_megatron.common.ranks import consecutive_nodes, number_nodes
 from monta_megatron.common.rules import (
     NonNegativeFloat,
     PositiveFloat,
@@ -15,12 +15,13 @@ from monta_megatron.common.rules import (
     Text,
     require,
 )
-from monta_megatron.common.units import Rate, counted
+from monta_megatron.common.text import counted
 from monta_megatron.planner.curves import (
     BY_NAME,
     NAMES,
     RESOURCES,
     Curve,
+    Rate,
     ResourceName,
     published_curves,
 )

@@ -37,11 +37,11 @@ from pathlib import Path
 
 import yaml
 
-from monta_megatron.common import presets, strict_yaml
+from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.rules import require
-from monta_megatron.common.units import Rate
 from monta_megatron.core import Layout
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.curves import Rate
 
 # 800 Gb/s, of the newest interfaces.
 FASTEST_NIC = Rate(100.0)
@@ -53,7 +53,7 @@ def load_cluster(path: str | Path) -> Cluster:
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    path = presets.find("clusters", path)
+    path = files.find_config("clusters", path)
     cluster = strict_yaml.load(Cluster, path)
     rate = None if cluster.network is None else cluster.network.rate
     if rate is not None:
@@ -127,7 +127,7 @@ def nearest_preset(gpu: str | None, ranks_per_node: int) -> str:
         gpu: what the driver calls it; None on CPU ranks.
         ranks_per_node: of the exchange.
     """
-    names = sorted(path.stem for path in (presets.FOLDER / "clusters").glob("*.yaml"))
+    names = sorted(path.stem for path in (files.CONFIGS / "clusters").glob("*.yaml"))
     # CPU ranks, and the presets of an emulated cluster, have no model.
     models = {name: next(iter(_models(name)), ("", 0)) for name in names}
     known = {family for family, _ in models.values()}
@@ -144,7 +144,7 @@ def nearest_preset(gpu: str | None, ranks_per_node: int) -> str:
 
 
 def _load(preset: str) -> Cluster:
-    return load_cluster(presets.FOLDER / "clusters" / f"{preset}.yaml")
+    return load_cluster(files.CONFIGS / "clusters" / f"{preset}.yaml")
 
 
 def _spaced(text: str) -> str:

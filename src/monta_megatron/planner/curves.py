@@ -1,4 +1,4 @@
-"""Cost curves of operations by bytes: rows of a cluster file, and NCCL's published ones.
+"""Rates, and cost curves of operations by bytes: rows of a cluster file, and NCCL's published ones.
 
 Between its points a curve is a line, start + bytes / rate: of NCCL's published times these predict
 a size from half and twice that size better than a power law does. Beyond its ends it continues
@@ -7,6 +7,7 @@ through the end point with the slope that best fits the last points at that end.
 
 import csv
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +17,8 @@ from statistics import linear_regression
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 from monta_megatron.chains.program import COLLECTIVES, PricedOperation, Resource
-from monta_megatron.common import presets
+from monta_megatron.common import files
 from monta_megatron.common.rules import PositiveFloat, PositiveInt, require
-from monta_megatron.common.units import Rate
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 # As users read them, and as they write them.
@@ -28,6 +28,56 @@ BY_NAME: dict[str, Resource] = dict(zip(get_args(ResourceName), RESOURCES, stric
 NAMES: dict[Resource, ResourceName] = dict(zip(RESOURCES, get_args(ResourceName), strict=True))
 # Number of points at each end of a curve that the line beyond that end is fitted to.
 NUM_END_POINTS = 3
+# Decimal prefixes, as multiples of G.
+_PREFIXES = {"K": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
+# Gbit/s and Gbps, as networks are sold, are bits; GBps would be anybody's guess.
+_RATE = re.compile(r"(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?) *([KMGT])(b/s|B/s|bit/s|bps)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Payload in one direction; `gbytes_per_s` counts 1e9 bytes per second."""
+
+    gbytes_per_s: float
+
+    RULE: ClassVar[str] = (
+        "a rate with its unit, such as 100 Gb/s (b for bits) or 12.5 GB/s (B for bytes); K, M, G "
+        "and T are decimal"
+    )
+
+    def __post_init__(self) -> None:
+        holds = 0 < self.gbytes_per_s < math.inf
+        require(holds, "rate", f"{self.gbytes_per_s} GB/s", "be a number > 0")
+
+    @classmethod
+    def from_text(cls, text: str) -> "Rate":
+        """Read "100 Gb/s", "100 Gbit/s", "100 Gbps" or "12.5 GB/s".
+
+        Raises:
+            ValueError: the text is no number above 0 with such a unit.
+        """
+        match = _RATE.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"rate: got {text!r}, must be {cls.RULE}")
+        number, prefix, unit = match.groups()
+        return cls(float(number) * _PREFIXES[prefix] / (1 if unit == "B/s" else 8))
+
+    def __str__(self) -> str:
+        """The text that `from_text` reads back to an equal rate."""
+        return f"{self.gbytes_per_s!r} GB/s".replace(".0 ", " ")
+
+    @property
+    def in_both_units(self) -> str:
+        """For people: "12.5 GB/s (100 Gb/s)"."""
+        in_bytes, in_bits = (
+            f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+            for rate in (self.gbytes_per_s, 8 * self.gbytes_per_s)
+        )
+        return f"{in_bytes} GB/s ({in_bits} Gb/s)"
+
+    def times(self, ratio: float) -> "Rate":
+        """The rate, `ratio` times as high."""
+        return Rate(self.gbytes_per_s * ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +181,7 @@ class Curve:
 
 
 # Tables of published times, by GPU, operation and ranks.
-PUBLISHED = presets.FOLDER / "clusters" / "curves" / "nccl_in_node.csv"
+PUBLISHED = files.CONFIGS / "clusters" / "curves" / "nccl_in_node.csv"
 # What the tables call the operations of a chain; no chain reduces in a collective.
 OPERATIONS: dict[str, PricedOperation] = {"alltoall": "alltoall", "all_gather": "allgather"}
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from monta_megatron.common.units import counted, size_text, time_text
+from monta_megatron.common.text import counted, size_text, time_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
 from monta_megatron.planner.models.model import Model

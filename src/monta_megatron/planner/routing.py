@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, ChainCounts, Counts, TokenCounts
-from monta_megatron.common.units import counted
+from monta_megatron.common.text import counted
 from monta_megatron.core import Layout
 
 

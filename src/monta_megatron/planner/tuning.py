@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from monta_megatron.common.units import counted
+from monta_megatron.common.text import counted
 from monta_megatron.core import Choice
 from monta_megatron.planner.choose import STOCK, Planner, half_octave
 

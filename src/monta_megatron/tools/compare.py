@@ -18,12 +18,10 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from monta_megatron.common import presets, strict_yaml
-from monta_megatron.common.files import write_whole
-from monta_megatron.common.presets import commit, machine, versions
-from monta_megatron.common.ranks import ended, why_ended
-from monta_megatron.common.tables import table
-from monta_megatron.common.units import size_text
+from monta_megatron.common import files, strict_yaml
+from monta_megatron.common.files import commit, machine, versions, write_whole
+from monta_megatron.common.text import size_text, table
+from monta_megatron.common.torchrun import ended, why_ended
 from monta_megatron.tools.launch.log import RunLog, read_log
 from monta_megatron.tools.launch.prepare import free_directory
 from monta_megatron.tools.launch.run_config import RunConfig
@@ -164,7 +162,7 @@ def run_trainings(
             after it were not started.
     """
     # Step 1: read the run file.
-    file = str(presets.find("runs", file))
+    file = str(files.find_config("runs", file))
     config = strict_yaml.load(RunConfig, file)
     if DISPATCHER in (word.partition("=")[0] for word in megatron):
         raise ValueError(f"{DISPATCHER}: got it after `--`, must be left out; all are compared")

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from monta_megatron.common import __version__
-from monta_megatron.common.presets import version_of
-from monta_megatron.common.tables import WIDTH, table
+from monta_megatron.common.files import version_of
+from monta_megatron.common.text import WIDTH, table
 from monta_megatron.common.text import advice as nearest_of
 
 WITH_TRAINING = "pip install 'megatron-core[training]'"

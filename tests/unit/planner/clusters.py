@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.common.units import Rate
 from monta_megatron.core import Layout, Routing, Shape
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.curves import Rate
 from monta_megatron.planner.routing import UniformRouting
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

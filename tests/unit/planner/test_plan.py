@@ -13,8 +13,8 @@ import pytest
 from clusters import CONFIGS, layout_of, preset, shape_of
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.common.rules import hash_of
 from monta_megatron.core import Shape
+from monta_megatron.integration.planning import hash_of
 from monta_megatron.planner import plan as planner_plan
 from monta_megatron.planner import price
 from monta_megatron.planner.cluster import Cluster
@@ -191,8 +191,8 @@ def test_no_tokens_at_all_can_be_planned() -> None:
 
 def test_the_hash_of_a_rule_is_the_same_in_every_process() -> None:
     rule = {"chain": "auto", "chains": ["alltoall", "allgather"], "num_chunks": [1, 2]}
-    assert hash_of(rule) == 1473157277087299364
-    assert hash_of({**rule, "num_chunks": [1]}) == 8741691593689968669
+    assert hash_of(rule) == 3500629568
+    assert hash_of({**rule, "num_chunks": [1]}) == 3756474356
 
 
 # EP 256 on racks of 72: 32 ranks, 3 x 72, and 8.

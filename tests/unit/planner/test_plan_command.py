@@ -8,7 +8,7 @@ import pytest
 from commands import Monta
 from training_logs import QWEN3_30B, training_log
 
-from monta_megatron.common import presets
+from monta_megatron.common import files
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.files import load_model
@@ -144,7 +144,7 @@ def test_a_run_file_has_the_nodes_and_the_price_of_the_plan(
     monkeypatch.setenv("MEGATRON_LM_DIR", str(tmp_path))
     (tmp_path / "pretrain_gpt.py").touch()
     model = tmp_path / "my model.yaml"
-    model.write_text(presets.find("models", "qwen3_30b_a3b").read_text())
+    model.write_text(files.find_config("models", "qwen3_30b_a3b").read_text())
     num_ranks = nodes * ranks_per_node
     sizes = ["--world-size", num_ranks, "--ranks-per-node", ranks_per_node, "--ep", num_ranks]
     words = ["plan", "--model", model, "--cluster", cluster, *sizes, "--out", "run.yaml"]

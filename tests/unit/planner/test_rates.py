@@ -9,10 +9,9 @@ from clusters import CONFIGS, INSTANT, cluster_of, link, preset, shape_of
 from commands import Monta
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.units import Rate
 from monta_megatron.planner.cluster import Cluster, Link
 from monta_megatron.planner.cluster_file import dump_cluster, load_cluster
-from monta_megatron.planner.curves import Curve
+from monta_megatron.planner.curves import Curve, Rate
 from monta_megatron.planner.plan import plan
 
 A800 = preset("a800_2x8_ib200")

@@ -8,7 +8,7 @@ import yaml
 from clusters import CONFIGS, preset
 from commands import Monta
 
-from monta_megatron.common.units import bytes_of_gb
+from monta_megatron.common.text import bytes_of_gb
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.files import load_model
 from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory

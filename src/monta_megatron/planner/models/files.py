@@ -7,7 +7,7 @@ names what of the model they do not say.
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.common import files, presets, strict_yaml
+from monta_megatron.common import files, strict_yaml
 from monta_megatron.planner.models.model import Model, model_of
 
 OTHER_KEYS = ("source", "not_expressed")
@@ -19,11 +19,11 @@ def load_model(path: str | Path) -> Model:
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    path = presets.find("models", path)
+    path = files.find_config("models", path)
     if path.suffix.lower() == ".json":
         from monta_megatron.planner.models.config_json import model_of_config
 
-        return model_of_config(files.read(path), str(path))
+        return model_of_config(files.read_json(path), str(path))
     arguments, notes = load_arguments(path)
     return model_of(arguments, path.stem, str(path), notes)
 
@@ -34,7 +34,7 @@ def load_arguments(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     Raises:
         ValueError: likewise.
     """
-    path = presets.find("models", path)
+    path = files.find_config("models", path)
     if path.suffix.lower() == ".json":
         model = load_model(path)
         return dict(model.arguments), model.notes

@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from monta_megatron.common.units import size_text
+from monta_megatron.common.text import size_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.models.model import Model, Reader

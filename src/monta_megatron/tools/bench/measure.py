@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import PASSES, Phase
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.presets import commit, machine, versions
-from monta_megatron.common.tables import Progress
-from monta_megatron.common.units import counted
+from monta_megatron.common.files import commit, machine, versions
+from monta_megatron.common.text import Progress, counted
 from monta_megatron.core import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.collectives import find_nodes, gather_objects

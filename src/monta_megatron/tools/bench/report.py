@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from monta_megatron.common.tables import table
+from monta_megatron.common.text import table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from monta_megatron.common.flags import (
-    DTYPE_BYTES,
+from monta_megatron.common.rules import (
     listed,
     name_of,
     num_tokens,
     positive,
-    torch_name,
     whole,
 )
 
 # As in `chains.program`, which `--help` does not import.
 Phase: TypeAlias = Literal["forward", "forward_backward"]
+# PyTorch's names.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PHASES, STOCK = get_args(Phase), ("alltoall", "allgather")
 # See `candidates.draw_experts`.
 ROUTINGS = ("uniform", "skewed")
@@ -55,7 +55,7 @@ def _chains() -> tuple[str, ...]:
 
 
 def _dtype(text: str) -> str:
-    return torch_name(name_of(lambda: DTYPE_BYTES)(text))
+    return DTYPES[name_of(lambda: DTYPES)(text)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Settings:
     experts: int = _setting(whole(1), "experts of the layer")
     top_k: int = _setting(whole(1), "experts of each token")
     hidden: int = _setting(whole(1), "hidden size")
-    tokens: int = _setting(num_tokens(1), "tokens of each rank")
+    tokens: int = _setting(num_tokens, "tokens of each rank")
     dtype: str = _setting(_dtype, "fp32, bf16 or fp16", "fp32")
     tp: int = _setting(whole(1), "tensor parallel size", "1")
     ep: int = _setting(whole(1), "expert parallel size (default: all ranks over --etp)")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from monta_megatron.common.flags import whole
+from monta_megatron.common.rules import whole
 from monta_megatron.integration.options import DISPATCHER_TYPE
 from monta_megatron.planner.models.files import load_arguments
 from monta_megatron.tools.launch.run_config import RunConfig

@@ -10,8 +10,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.common import presets, strict_yaml
-from monta_megatron.common.units import counted
+from monta_megatron.common import files, strict_yaml
+from monta_megatron.common.text import counted
 from monta_megatron.planner.plan import Plan
 from monta_megatron.tools.launch.arguments import (
     CLUSTER,
@@ -112,7 +112,7 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
     Raises:
         ValueError: one line that names the file, the key, the value and the rule.
     """
-    file = str(presets.find("runs", file))
+    file = str(files.find_config("runs", file))
     config = strict_yaml.load(RunConfig, file)
     directory = free_directory(config.name, directory)
     command_line = from_words(words)
@@ -167,12 +167,12 @@ def _with_variables(config: RunConfig, directory: Path) -> RunConfig:
 
 def _with_files(config: RunConfig, folder: Path) -> RunConfig:
     """Make paths absolute, which are relative to the run file, and find the presets."""
-    kinds: dict[presets.PresetKind, str | None] = {
+    kinds: dict[files.ConfigKind, str | None] = {
         "models": config.model,
         "clusters": config.cluster,
     }
     model, cluster = (
-        None if given is None else os.path.abspath(presets.find(kind, given, folder))
+        None if given is None else os.path.abspath(files.find_config(kind, given, folder))
         for kind, given in kinds.items()
     )
     script = config.script

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from monta_megatron.common import launch_order, presets, strict_yaml
-from monta_megatron.common.presets import commit, versions
-from monta_megatron.common.ranks import why_ended
+from monta_megatron.common import files, launch_order, strict_yaml
+from monta_megatron.common.files import commit, versions
+from monta_megatron.common.torchrun import why_ended
 from monta_megatron.tools.launch.arguments import words_of
 from monta_megatron.tools.launch.prepare import UNRESOLVED, Run, checked, prepare
 
@@ -137,7 +137,7 @@ def _fill(folder: Path, run: Run) -> None:
     (folder / "logs").mkdir()
     config = run.config
     if run.cluster is not None:
-        shutil.copyfile(presets.find("clusters", run.cluster), folder / "cluster.yaml")
+        shutil.copyfile(files.find_config("clusters", run.cluster), folder / "cluster.yaml")
         config = replace(config, cluster="cluster.yaml")
     (folder / "config.yaml").write_text(strict_yaml.dump(config), encoding="utf-8")
     documents = {"versions": _versions(run)}

@@ -212,7 +212,7 @@ def read_placement(path: Path) -> Placement:
     Raises:
         ValueError: one line that names the file, the layer and the rule.
     """
-    document = files.read(path)
+    document = files.read_json(path)
     try:
         num_experts = document["num_experts"]
         layers = {int(layer): list(order) for layer, order in document["placement"].items()}

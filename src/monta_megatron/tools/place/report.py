@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from monta_megatron.common.files import write_whole
-from monta_megatron.common.tables import Progress, table
+from monta_megatron.common.text import Progress, table
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, exchange_of, uniform_routing

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monta_megatron.common import strict_yaml
-from monta_megatron.common.tables import table
-from monta_megatron.common.units import counted, size_text
+from monta_megatron.common.text import counted, size_text, table
 from monta_megatron.core import Choice
 from monta_megatron.planner.benefit import IterationShare
 from monta_megatron.planner.curves import RESOURCE_NAMES

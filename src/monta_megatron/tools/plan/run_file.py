@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from monta_megatron.common import presets
+from monta_megatron.common import files
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import require
 from monta_megatron.planner.layout import uneven_stages
@@ -65,7 +65,7 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
     write_whole(path, f"# Written by `monta plan --out`: {plan.reason}.\n{text}{TO_FILL_IN}")
 
 
-def _place(kind: presets.PresetKind, given: str) -> str:
+def _place(kind: files.ConfigKind, given: str) -> str:
     """A preset by its name; another file by its whole path."""
-    found = presets.find(kind, given)
-    return found.stem if found.parent == presets.FOLDER / kind else str(found.absolute())
+    found = files.find_config(kind, given)
+    return found.stem if found.parent == files.CONFIGS / kind else str(found.absolute())

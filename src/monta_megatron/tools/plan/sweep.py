@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from monta_megatron.common.tables import table
+from monta_megatron.common.text import table
 from monta_megatron.tools.plan.request import PlanRequest, plan_request
 
 

@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from monta_megatron.chains import CHAINS, Chain, chunks_of
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.common.rules import require
-from monta_megatron.common.tables import WIDTH, table
-from monta_megatron.common.text import one_of
-from monta_megatron.common.units import counted
+from monta_megatron.common.text import WIDTH, counted, one_of, table
 from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCE_NAMES

@@ -1,0 +1,315 @@
+"""Commands on the ranks of a launch: `calibrate`, `bench`, and `emulate`, which starts ranks."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from monta_megatron.cli.parser import Parser, only_the_report
+from monta_megatron.common.ranks import is_first_rank, linger
+from monta_megatron.common.rules import positive, require, whole
+from monta_megatron.common.text import Progress, print_report, tell
+from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
+
+if TYPE_CHECKING:
+    from monta_megatron.planner.cluster import Cluster
+    from monta_megatron.tools.bench.report import Report
+
+T = TypeVar("T")
+
+INTERRUPT_REACHES_ALL_S = 1.0
+# Addresses are 10.77.NODE.1; each rank takes two of the 1,024 files that a process may open.
+MOST_NODES, MOST_RANKS = 250, 400
+
+
+class ThisRank(NamedTuple):
+    """This process among the ranks of its launch, and among those of its node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def find_this_rank(command: str, environ: Mapping[str, str] = os.environ) -> ThisRank:
+    """Rank of this process, from the variables of a launcher.
+
+    Args:
+        command: the sub-command of `monta`, for the message.
+        environ: the environment of this process.
+
+    Raises:
+        ValueError: no launcher has set them.
+    """
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        raise ValueError(
+            "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
+            f"--nproc-per-node N -m monta_megatron {command} ..., or monta emulate"
+        )
+    return ThisRank(
+        rank=int(environ["RANK"]),
+        world_size=int(environ["WORLD_SIZE"]),
+        local_rank=int(environ.get("LOCAL_RANK", "0")),
+    )
+
+
+def run_as_rank(run: Callable[[], int]) -> int:
+    """Run a command on every rank of a launch, so that Ctrl-C and failures end all of it in order.
+
+    Args:
+        run: the command; returns the exit status, or raises ValueError for a user's mistake.
+    """
+    interrupted = False
+
+    def interrupt(*signal_and_frame: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
+        # A launcher passes on what has reached this rank already.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    handler_before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        status = run()
+    except RuntimeError:
+        # An interrupted launch ends rank by rank, so it is no fault that this rank lost its peers:
+        # its own interrupt may still be on its way, or autograd may have replaced it by the error
+        # about the lost peers.
+        time.sleep(INTERRUPT_REACHES_ALL_S)
+        if interrupted:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        if not interrupted:
+            signal.signal(signal.SIGINT, handler_before)
+    if status != 0 and not is_first_rank():
+        linger()
+    return status
+
+
+def add_calibrate_arguments(parser: Parser) -> None:
+    """Add all flags."""
+    parser.add_argument("--out", type=Path, required=True, help="the cluster file to write")
+    parser.add_argument(
+        "--budget-seconds", type=positive, default=60.0, help="for all but the smallest sizes"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=whole(1),
+        help="ranks joined by the node link, if not the launcher's",
+    )
+    parser.add_argument(
+        "--nics-per-node", type=whole(1), help="interfaces that they share; needed on several nodes"
+    )
+
+
+def run_calibrate(parsed: argparse.Namespace) -> int:
+    """Measure a cluster file for plan and bench.
+
+    Measure collectives, copies and pairs of them, and write the cluster file by which the planner
+    chooses: one process per rank, under torchrun, srun or monta emulate.
+
+    examples:
+      torchrun --nnodes 2 --nproc-per-node 8 ... \\
+          -m monta_megatron calibrate --nics-per-node 8 --out cluster.yaml
+      monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
+          monta calibrate --out cluster.yaml
+    """
+    begin_s = time.perf_counter()
+    return run_as_rank(lambda: _calibrate(parsed, begin_s))
+
+
+def _calibrate(parsed: argparse.Namespace, begin_s: float) -> int:
+    from monta_megatron.common.files import write_whole
+    from monta_megatron.emulation.cluster import EmulatedCluster
+    from monta_megatron.planner.cluster_file import dump_cluster
+
+    # Step 1: the flags.
+    this_rank = find_this_rank("calibrate --out FILE")
+    # Only the first rank writes; others may not see that folder.
+    if this_rank.rank == 0 and (parsed.out.is_dir() or not os.access(parsed.out.parent, os.W_OK)):
+        raise ValueError(f"--out: got {parsed.out}, must be a file in a folder that can be written")
+    emulated = EmulatedCluster.from_environment()
+    nics_per_node, hardware = parsed.nics_per_node, None
+    if emulated is not None:
+        nics_per_node = nics_per_node or 1
+        hardware = f"emulated at {emulated.inter_mbit:g} Mbit/s"
+
+    # Step 2: measure.
+    with only_the_report():
+        from monta_megatron.calibration.command import calibrate
+        from monta_megatron.tools.joined_ranks import join
+
+        report = calibrate(
+            join(this_rank.local_rank),
+            budget_s=parsed.budget_seconds,
+            ranks_per_node=parsed.ranks_per_node,
+            nics_per_node=nics_per_node,
+            hardware=hardware,
+            progress=Progress("calibrate" if this_rank.rank == 0 else None),
+            begin_s=begin_s,
+        )
+    if this_rank.rank != 0:
+        return 0
+
+    # Step 3: write and report.
+    write_whole(parsed.out, dump_cluster(report.cluster))
+    if parsed.json:
+        print(report.text(), file=sys.stderr)
+    print_report(report, parsed.json)
+    tell("calibrate", f"wrote {parsed.out}")
+    return 0
+
+
+def add_bench_arguments(parser: Parser) -> None:
+    """Add all flags of a benchmark; those of `FLAGS` stay texts."""
+    for name, flag in FLAGS.items():
+        default = "" if flag.default is None else f" (default: {flag.default})"
+        parser.add_argument(f"--{name}", help=flag.help + default)
+    parser.add_argument("--layer", action="store_true", help="time the layer with its experts too")
+    parser.add_argument(
+        "--overlap-experts",
+        action="store_true",
+        help="with --layer: time it with the experts inside the pipeline too",
+    )
+
+
+def check_bench(parsed: argparse.Namespace, world_size: int) -> None:
+    """Refuse bad flags before any rank starts.
+
+    Raises:
+        ValueError: a flag, or a file that it names, is wrong.
+    """
+    from monta_megatron.planner.cluster_file import load_cluster
+
+    parse_settings(vars(parsed), world_size)
+    if parsed.cluster is not None:
+        load_cluster(parsed.cluster)
+
+
+def run_bench(parsed: argparse.Namespace) -> int:
+    """Time stock dispatchers and our chains, side by side.
+
+    Check our chains against Megatron's dispatchers, then time all of them in one run: one process
+    per rank, under torchrun, srun or monta emulate. The exit status is 1 if results differ.
+
+    examples, on 4 CPU ranks that stand for 2 nodes:
+      MONTA_CPU_RANKS=1 torchrun --nproc-per-node 4 -m monta_megatron bench \\
+          --experts 16 --top-k 4 --hidden 256 --tokens 512 --ranks-per-node 2
+      monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
+          monta bench --experts 64 --top-k 8 --hidden 1024 --tokens 512 --json
+    many points and their tables: benchmarks/sweep.py in the repository
+    """
+
+    def measure() -> int:
+        settings = parse_settings(vars(parsed), find_this_rank("bench").world_size)
+        if settings.trace is not None and is_first_rank():
+            Path(settings.trace).parent.mkdir(parents=True, exist_ok=True)
+
+        def report_point(cluster: "Cluster | None", progress: Progress) -> "Report":
+            from monta_megatron.tools.bench.measure import measure_point
+
+            return measure_point(settings, cluster, progress)
+
+        report = measured(settings, report_point)
+        if report is not None and is_first_rank():
+            print_report(report, parsed.json)
+        return int(report is None)
+
+    return run_as_rank(measure)
+
+
+def measured(settings: Settings, measure: "Callable[[Cluster | None, Progress], T]") -> "T | None":
+    """Join the launch on this rank, and measure.
+
+    Args:
+        settings: of the launch.
+        measure: called on every rank with the cluster of --cluster and this rank's progress.
+
+    Returns:
+        The result; None if results differ from stock's, which the first rank prints.
+    """
+    from monta_megatron.planner.cluster_file import load_cluster
+    from monta_megatron.tools.joined_ranks import join
+
+    this_rank = find_this_rank("bench")
+    is_first = this_rank.rank == 0
+    cluster = None if settings.cluster is None else load_cluster(settings.cluster)
+    with only_the_report():
+        from monta_megatron.tools.bench.measure import MismatchError
+
+        join(this_rank.local_rank)
+        try:
+            return measure(cluster, Progress("bench" if is_first else None))
+        except MismatchError as error:
+            if is_first:
+                print(f"monta bench: results differ, nothing was timed\n{error}", file=sys.stderr)
+            return None
+
+
+def add_emulate_arguments(parser: Parser) -> None:
+    """Add all flags."""
+    parser.add_argument("--nodes", type=whole(2), required=True, help="number of nodes")
+    parser.add_argument("--ranks-per-node", type=whole(1), required=True, help="CPU ranks of each")
+    rate = "limit of every node's NIC in each direction, in 1e6 bits per second"
+    parser.add_argument("--inter-mbit", type=positive, required=True, help=rate)
+    parser.keep_after_dashes("cmd")
+
+
+def run_emulate(parsed: argparse.Namespace) -> int:
+    """Run a command on an emulated cluster.
+
+    Run CMD, a Python script, -m MODULE or monta COMMAND, as torchrun does, on every rank of a
+    cluster that is emulated here: network namespaces are the nodes, their NICs are limited to a
+    rate, CPU ranks talk over Gloo between nodes and through memory inside, and reach nothing else.
+    Rank 0's standard output passes through untouched, everything else goes to standard error, with
+    --json rank 0's too; the exit status is that of the first rank to fail.
+
+    example:
+      monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
+          monta bench --experts 64 --top-k 8 --hidden 1024 --tokens 512
+    """
+    from monta_megatron.emulation.cluster import EmulatedCluster
+    from monta_megatron.emulation.emulator import run as run_in_sandbox
+
+    nodes, ranks_per_node, inter_mbit = parsed.nodes, parsed.ranks_per_node, parsed.inter_mbit
+    num_ranks = nodes * ranks_per_node
+    rule = f"be at most {MOST_NODES}, of {MOST_RANKS} ranks"
+    fits = nodes <= MOST_NODES and num_ranks <= MOST_RANKS
+    require(fits, "--nodes", f"{nodes} of {ranks_per_node}", rule)
+    command = _checked(parsed.cmd, num_ranks)
+    cluster = EmulatedCluster(nodes=nodes, ranks_per_node=ranks_per_node, inter_mbit=inter_mbit)
+    emulator = [sys.executable, "-m", "monta_megatron.emulation.emulator"]
+    as_json = ["--json"] if parsed.json else []
+    return run_in_sandbox([*emulator, *as_json, cluster.to_json(), *command])
+
+
+def _checked(words: Sequence[str], num_ranks: int) -> list[str]:
+    """The command that every rank starts, with a mistake found before that where it is cheap.
+
+    Raises:
+        ValueError: it cannot start.
+        SystemExit: it is a command of ours with a mistake, which has been reported.
+    """
+    command = ["-m", "monta_megatron", *words[1:]] if words[:1] == ["monta"] else list(words)
+    shown = " ".join(command[:2])
+    if command[:1] != ["-m"]:
+        rule = "be a Python script that exists, -m MODULE, or monta COMMAND, after --"
+        require(bool(command) and Path(command[0]).is_file(), "CMD", repr(shown), rule)
+    elif shown == "-m monta_megatron":
+        from monta_megatron.cli import build_parser
+
+        inner = build_parser().parse_args(command[2:])
+        if inner.check is not None:
+            inner.check(inner, num_ranks)
+    else:
+        # As `python -m` does, in this folder first; a part of a package would import the whole.
+        first = shown.removeprefix("-m").strip().partition(".")[0]
+        is_found = first and (PathFinder.find_spec(first, [str(Path.cwd())]) or find_spec(first))
+        require(bool(is_found), "CMD", repr(shown), f"be a module that {sys.executable} finds")
+    return command
