@@ -11,9 +11,10 @@ import sys
 
 from one_run import FOLDER, Run, train
 from prepare_text import prepare, read_texts
+from report import largest_difference
 from trainings import OVER_A_NETWORK, megatron_arguments
 
-from monta_megatron.tools.compare import interleaved, iteration_ms, largest_difference, speedup
+from monta_megatron.tools.compare import interleaved, iteration_ms, speedup
 
 CHAIN, NUM_CHUNKS = "hierarchical_alltoall", 4
 EXPERTS = {"whole": [], "pipelined": ["--moe-monta-overlap-experts"]}
@@ -46,16 +47,13 @@ def main() -> int:
         print(
             f"{name:10}{iteration_ms(run.log):8.0f} ms an iteration, last loss {run.losses[-1]:.6f}"
         )
-    ratio, low, high = speedup(*([run.log for run in runs[name]] for name in EXPERTS))
-    interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
-    difference = largest_difference(
-        [dict(enumerate(run.losses)) for run in runs["pipelined"]],
-        dict(enumerate(runs["whole"][0].losses)),
-    )
-    assert difference is not None, "both have every iteration"
+    times_ms = ([iteration_ms(run.log) for run in runs[name]] for name in EXPERTS)
+    ratio, interval = speedup(*times_ms)
+    bounds = "" if interval is None else " ({:.2f} to {:.2f})".format(*interval)
+    stock = runs["whole"][0].losses
+    difference = max(largest_difference(run.losses, stock) for run in runs["pipelined"])
     print(
-        f"{ratio:.2f} times as fast{interval}, "
-        f"largest relative difference of a loss {difference:.1e}"
+        f"{ratio:.2f} times as fast{bounds}, largest relative difference of a loss {difference:.1e}"
     )
     return int(not difference <= OVER_A_NETWORK.largest_difference)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from one_run import FOLDER, ROOT, QuickstartError, Run, train
 from prepare_text import prepare, read_texts
-from report import loss_table
+from report import largest_difference, loss_table
 from trainings import (
     NODES,
     ON_ONE_MACHINE,
@@ -30,7 +30,7 @@ from trainings import (
 from monta_megatron.common.presets import commit, machine, versions
 from monta_megatron.common.units import size_text
 from monta_megatron.emulation import emulator
-from monta_megatron.tools.compare import Compared, compare, interleaved, largest_difference
+from monta_megatron.tools.compare import Compared, compare, interleaved
 
 INTER_MBIT = 100.0
 MIN_ITERATIONS = 8
@@ -88,10 +88,8 @@ def first(runs: Sequence[Run], dispatcher: str) -> Run:
 
 def max_loss_difference(runs: Sequence[Run]) -> float:
     """Of all losses, from those of the first training with stock's dispatcher."""
-    stock = dict(enumerate(first(runs, "alltoall").losses))
-    difference = largest_difference([dict(enumerate(run.losses)) for run in runs], stock)
-    assert difference is not None, "stock's own losses are among them"
-    return difference
+    stock = first(runs, "alltoall").losses
+    return max(largest_difference(run.losses, stock) for run in runs)
 
 
 def last_over_first(losses: Sequence[float]) -> float:
@@ -150,8 +148,7 @@ def iteration_times(monta: Compared, alltoall: Compared) -> dict[str, Any]:
         "monta_ms": monta.iteration_ms,
         "alltoall_ms": alltoall.iteration_ms,
         "ratio": monta.ratio,
-        "ratio_low": monta.ratio_low,
-        "ratio_high": monta.ratio_high,
+        "interval": monta.interval,
     }
 
 

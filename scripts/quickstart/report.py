@@ -38,3 +38,8 @@ def loss_table(monta: Sequence[float], alltoall: Sequence[float]) -> str:
             f"{row + 1:>9}  {monta[row]:>9.6f}  {alltoall[row]:>9.6f}  {difference:>10}  {bar}"
         )
     return "\n".join(lines)
+
+
+def largest_difference(losses: Sequence[float], stock: Sequence[float]) -> float:
+    """Largest relative difference of a loss from stock's of the same iteration."""
+    return max(abs(own / other - 1) for own, other in zip(losses, stock, strict=False))

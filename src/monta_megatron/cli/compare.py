@@ -8,7 +8,7 @@ losses, memory. Arguments after -- go to Megatron in all trainings, as for monta
 
 examples:
   monta compare run.yaml
-  monta compare qwen3_30b_a3b --iterations 30 --pairs 5 -- --num-layers 4
+  monta compare gpt_oss_120b --iterations 30 --pairs 5 -- --moe-router-force-load-balancing
 """
 
 import argparse
@@ -23,7 +23,7 @@ from monta_megatron.common.tables import print_report, tell
 def add_arguments(parser: Any) -> None:
     """Add all flags."""
     parser.add_argument(
-        "--iterations", type=whole(3), default=10, help="of each training; the first 2 warm up"
+        "--iterations", type=whole(3), default=10, help="of each training; the first 2 warm up (10)"
     )
     parser.add_argument(
         "--pairs", type=whole(1), default=3, help="trainings of each dispatcher; one: no interval"
