@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-import platform
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ def _versions() -> Iterator[Finding]:
     import torch
 
     yield Finding("monta-megatron", "ok", __version__)
-    yield Finding("python", "ok", platform.python_version())
+    yield Finding("python", "ok", sys.version.partition(" ")[0])
     yield Finding("torch", "ok", torch.__version__)
 
 
@@ -67,7 +67,8 @@ def _megatron() -> Iterator[Finding]:
 
 def _optional(module_name: str, advice: str | None) -> Finding:
     if importlib.util.find_spec(module_name) is None:
-        return Finding(module_name, "note" if advice else "ok", "not installed", advice)
+        found = "hidden from CPU ranks" if module_name in sys.modules else "not installed"
+        return Finding(module_name, "note" if advice else "ok", found, advice)
     # A part of a package has no version.
     return Finding(module_name, "ok", version_of(module_name.replace("_", "-")) or "found")
 
@@ -120,11 +121,10 @@ def _accelerator() -> Iterator[Finding]:
 
 def _communicators() -> Iterator[Finding]:
     import torch
-    import torch.distributed as dist
 
     from monta_megatron.common.launch_order import VARIABLE, is_useful
 
-    has_nccl = dist.is_nccl_available()
+    has_nccl = torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not in this torch"
     yield Finding("NCCL", "ok", version)
 
