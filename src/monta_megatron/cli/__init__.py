@@ -8,11 +8,11 @@ else. Imports wait for `main`, before which Ctrl-C shows Python's traceback.
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import ArgumentParser
+    from collections.abc import Sequence
     from types import FrameType
 
 COMMANDS = (
@@ -49,7 +49,7 @@ def sub_parsers(parser: "ArgumentParser") -> dict[str, "ArgumentParser"]:
     return next(dict(each.choices or {}) for each in parser._actions if each.dest == "command")
 
 
-def main(arguments: Sequence[str] | None = None, parser: "ArgumentParser | None" = None) -> int:
+def main(arguments: "Sequence[str] | None" = None, parser: "ArgumentParser | None" = None) -> int:
     """Run one sub-command; returns the exit status.
 
     Args:

@@ -57,12 +57,13 @@ def check(parsed: argparse.Namespace, world_size: int) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run on this rank; the first rank prints. Exit status 1 if results differ from stock's."""
+    from monta_megatron.common.files import check_can_be_written
     from monta_megatron.common.ranks import find_this_rank, run_as_rank
 
     def measure() -> int:
         settings = parse_settings(vars(parsed), find_this_rank("bench").world_size)
         if settings.trace is not None and is_first_rank():
-            Path(settings.trace).parent.mkdir(parents=True, exist_ok=True)
+            check_can_be_written(Path(settings.trace), "--trace")
 
         def report_point(cluster: "Cluster | None", progress: Progress) -> "Report":
             from monta_megatron.tools.bench.point import measure_point

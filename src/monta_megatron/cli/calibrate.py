@@ -11,7 +11,6 @@ examples:
 """
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -47,7 +46,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _run(parsed: argparse.Namespace, begin_s: float) -> int:
-    from monta_megatron.common.files import write_whole
+    from monta_megatron.common.files import check_can_be_written, write_whole
     from monta_megatron.common.ranks import find_this_rank
     from monta_megatron.emulation.cluster import EmulatedCluster
     from monta_megatron.planner.cluster_file import dump_cluster
@@ -55,8 +54,8 @@ def _run(parsed: argparse.Namespace, begin_s: float) -> int:
     # Step 1: the flags.
     this_rank = find_this_rank("calibrate --out FILE")
     # Only the first rank writes; others may not see that folder.
-    if this_rank.rank == 0 and (parsed.out.is_dir() or not os.access(parsed.out.parent, os.W_OK)):
-        raise ValueError(f"--out: got {parsed.out}, must be a file in a folder that can be written")
+    if this_rank.rank == 0:
+        check_can_be_written(parsed.out, "--out")
     emulated = EmulatedCluster.from_environment()
     nics_per_node, hardware = parsed.nics_per_node, None
     if emulated is not None:

@@ -153,7 +153,6 @@ def run_trainings(
             continue
         folder = directory / f"{dispatcher}-{pair + 1}"
         words = megatron_words(megatron, dispatcher, iterations)
-        tell(f"{folder.name} of {pairs} starts")
         try:
             logs.setdefault(dispatcher, []).append(train(file, words, folder, force, tell))
         except ValueError as error:
@@ -217,6 +216,7 @@ def train(file: str, words: Sequence[str], folder: Path, force: bool, tell: Tell
     start = choose_start("torchrun" if run.config.layout.nodes == 1 else "srun", run, dry_run=False)
     run = checked(run, force)
     write(run)
+    tell(f"{folder.name} starts")
     path = folder / "logs" / "run.log"
     status = run_and_log(start_command(start, run), path, Progress(folder.name, tell))
     if status != 0:
