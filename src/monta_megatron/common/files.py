@@ -43,7 +43,7 @@ def check_can_be_written(path: Path, name: str) -> None:
     Raises:
         ValueError: one line.
     """
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"{name}: got {path}, must be a file in a folder that can be written")
 
 

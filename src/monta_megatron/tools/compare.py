@@ -20,6 +20,7 @@ from monta_megatron.common.files import write_whole
 from monta_megatron.common.ranks import why_ended
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import size_text
+from monta_megatron.tools.launch.arguments import DISPATCHER, from_words
 from monta_megatron.tools.launch.log import RunLog, read_log
 from monta_megatron.tools.launch.prepare import checked, free_directory, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
@@ -28,7 +29,6 @@ from monta_megatron.tools.launch.start import choose_start, run_and_log, start_c
 Tell = Callable[[str], None]
 
 MONTA, STOCK, FLEX = "monta", "alltoall", "flex"
-DISPATCHER = "--moe-token-dispatcher-type"
 # Packages with the backends of Megatron's flex; one of them is enough to try it.
 FLEX_PACKAGES = ("deep_ep", "transformer_engine")
 # The first iterations, in which connections, buffers and plans are made.
@@ -139,8 +139,8 @@ def run_trainings(
     # Step 1: read the run file.
     file = str(presets.find("runs", file))
     config = strict_yaml.load(RunConfig, file)
-    if DISPATCHER in (word.partition("=")[0] for word in megatron):
-        raise ValueError(f"{DISPATCHER}: got it after `--`, must be left out; all are compared")
+    if DISPATCHER in from_words(megatron):
+        raise ValueError(f"--{DISPATCHER}: got it after `--`, must be left out; all are compared")
     directory = free_directory(f"{config.name}-compare", directory)
 
     # Step 2: train. A backend of flex may be installed and not run here.
@@ -180,7 +180,7 @@ def megatron_words(given: Sequence[str], dispatcher: str, iterations: int) -> li
         # Most of so few iterations would be those in which slower candidates run too.
         *("--moe-monta-tune-steps", "0"),
         *given,
-        *(DISPATCHER, dispatcher),
+        *(f"--{DISPATCHER}", dispatcher),
         *("--log-interval", "1"),
         # Not --train-iters: the learning rate and the data follow the whole training's schedule.
         *("--exit-interval", str(iterations)),
