@@ -11,10 +11,8 @@ import argparse
 import sys
 from dataclasses import dataclass
 
-from one_run import QuickstartError, Run, train
+from one_run import QuickstartError, Run, largest_difference, train
 from trainings import ON_ONE_MACHINE, RANKS_PER_NODE
-
-from monta_megatron.tools.compare import largest_difference
 
 TOLERANCE = 1e-6
 

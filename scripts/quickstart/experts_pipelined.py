@@ -8,10 +8,10 @@ The experts' intermediate size is 256, so that there is something to hide, and t
 import argparse
 import sys
 
-from one_run import Run, train
+from one_run import Run, largest_difference, train
 from trainings import OVER_A_NETWORK
 
-from monta_megatron.tools.compare import interleaved, largest_difference, speedup
+from monta_megatron.tools.compare import interleaved, iteration_ms, speedup
 
 INTER_MBIT = 200.0
 ARGUMENTS = [
@@ -33,14 +33,13 @@ def main() -> int:
         label = f"experts-{name}-{pair + 1}"
         run = train(label, OVER_A_NETWORK, arguments, options.iterations, INTER_MBIT)
         runs[name].append(run)
-    ratio, low, high = speedup(*([run.log for run in runs[name]] for name in EXPERTS))
-    interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
+    ratio, interval = speedup(*([iteration_ms(run.log) for run in runs[name]] for name in EXPERTS))
+    bounds = "" if interval is None else " ({:.2f} to {:.2f})".format(*interval)
     difference = largest_difference(
         [run.losses for run in runs["pipelined"]], runs["whole"][0].losses
     )
     print(
-        f"{ratio:.2f} times as fast{interval}, "
-        f"largest relative difference of a loss {difference:.1e}"
+        f"{ratio:.2f} times as fast{bounds}, largest relative difference of a loss {difference:.1e}"
     )
     return int(not difference <= OVER_A_NETWORK.largest_difference)
 

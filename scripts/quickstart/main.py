@@ -14,7 +14,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from one_run import FOLDER, QuickstartError, Run, train
+from one_run import FOLDER, QuickstartError, Run, largest_difference, train
 from trainings import (
     NODES,
     ON_ONE_MACHINE,
@@ -29,7 +29,7 @@ from monta_megatron.common.files import commit, machine, versions
 from monta_megatron.common.rules import positive, whole
 from monta_megatron.common.text import size_text, table
 from monta_megatron.emulation import emulator
-from monta_megatron.tools.compare import compare, interleaved, largest_difference
+from monta_megatron.tools.compare import compare, interleaved
 
 INTER_MBIT = 100.0
 MIN_ITERATIONS = 8

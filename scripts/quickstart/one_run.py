@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,18 @@ ENVIRONMENT = {
     # Megatron requires it for tensor parallelism.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
+
+
+def largest_difference(
+    trainings: Iterable[Mapping[int, float]], stock: Mapping[int, float]
+) -> float:
+    """Largest relative difference of a loss from stock's of the same iteration.
+
+    Args:
+        trainings: iteration -> loss, of each training.
+        stock: iteration -> loss.
+    """
+    return max(abs(losses[n] / loss - 1) for losses in trainings for n, loss in stock.items())
 
 
 class QuickstartError(Exception):

@@ -3,11 +3,13 @@
 Importing this package imports neither torch nor Megatron; `docs/python_api.md` shows its functions.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from monta_megatron.common import __version__
 
+# For type checkers. `typing` takes longer than all else before `monta` can answer Ctrl-C.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from monta_megatron.api import forget_groups, plan, register, statistics, with_monta
 
 __all__ = [
@@ -20,7 +22,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """The functions of `api`, which a training does not need."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -66,7 +66,7 @@ def test_both_dispatchers_and_their_run_directories(tmp_path: Path) -> None:
     assert " ms, loss 5." in result.stderr
     directory = tmp_path / "runs" / "quickstart_launch-compare"
     saved = json.loads((directory / "compare.json").read_text())
-    assert saved["rows"] == document["rows"] and document["exit_status"] == 0
+    assert saved["rows"] == document["rows"]
     assert [len(row["trainings_ms"]) for row in document["rows"]] == [1, 1]
     for name in ("monta-1", "alltoall-1"):
         # Ended early, on the schedule of the whole training, and without checkpoints.

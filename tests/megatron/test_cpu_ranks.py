@@ -32,6 +32,28 @@ def test_off_unless_asked_for() -> None:
     assert result.stdout == "False\n", result.stderr
 
 
+def test_transformer_engine_is_hidden_from_megatron(tmp_path: Path) -> None:
+    """A package of its name, and its part, which would fail when imported."""
+    part = tmp_path / "transformer_engine" / "pytorch"
+    part.mkdir(parents=True)
+    for folder in (part, part.parent):
+        (folder / "__init__.py").write_text("raise RuntimeError('needs a GPU')")
+    program = """
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.moe import moe_utils, router
+try:
+    import transformer_engine.pytorch
+except ImportError as error:
+    print(HAVE_TE, moe_utils.te_general_gemm, error.name)
+"""
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{PATH}", "MONTA_CPU_RANKS": "1"}
+    result = run_python("-c", program, RANK="0", **environment)
+    assert result.stdout == "False None transformer_engine.pytorch\n", result.stderr
+    said = [line for line in result.stderr.splitlines() if "Transformer Engine" in line]
+    assert len(said) == 1 and said[0].startswith("monta-megatron: Transformer Engine, which")
+
+
 def test_stays_off_beside_a_gpu() -> None:
     program = """
 import torch

@@ -8,11 +8,11 @@ else. Imports wait for `main`, before which Ctrl-C shows Python's traceback.
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import ArgumentParser
+    from collections.abc import Sequence
     from types import FrameType
 
 # Modules here, and the sub-commands whose flags they add and which they run.
@@ -49,7 +49,7 @@ def build_parser() -> "ArgumentParser":
     return parser
 
 
-def main(arguments: Sequence[str] | None = None, parser: "ArgumentParser | None" = None) -> int:
+def main(arguments: "Sequence[str] | None" = None, parser: "ArgumentParser | None" = None) -> int:
     """Run one sub-command; returns the exit status.
 
     Args:

@@ -125,15 +125,15 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
 
 
 def _calibrate(parsed: argparse.Namespace, begin_s: float) -> int:
-    from monta_megatron.common.files import write_whole
+    from monta_megatron.common.files import check_can_be_written, write_whole
     from monta_megatron.emulation.cluster import EmulatedCluster
     from monta_megatron.planner.cluster_file import dump_cluster
 
     # Step 1: the flags.
     this_rank = find_this_rank("calibrate --out FILE")
     # Only the first rank writes; others may not see that folder.
-    if this_rank.rank == 0 and (parsed.out.is_dir() or not os.access(parsed.out.parent, os.W_OK)):
-        raise ValueError(f"--out: got {parsed.out}, must be a file in a folder that can be written")
+    if this_rank.rank == 0:
+        check_can_be_written(parsed.out, "--out")
     emulated = EmulatedCluster.from_environment()
     nics_per_node, hardware = parsed.nics_per_node, None
     if emulated is not None:
@@ -206,10 +206,12 @@ def run_bench(parsed: argparse.Namespace) -> int:
     many points and their tables: benchmarks/sweep.py in the repository
     """
 
+    from monta_megatron.common.files import check_can_be_written
+
     def measure() -> int:
         settings = parse_settings(vars(parsed), find_this_rank("bench").world_size)
         if settings.trace is not None and is_first_rank():
-            Path(settings.trace).parent.mkdir(parents=True, exist_ok=True)
+            check_can_be_written(Path(settings.trace), "--trace")
 
         def report_point(cluster: "Cluster | None", progress: Progress) -> "Report":
             from monta_megatron.tools.bench.measure import measure_point

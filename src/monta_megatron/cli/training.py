@@ -63,7 +63,7 @@ def run_launch(parsed: argparse.Namespace) -> int:
 def add_compare_arguments(parser: Parser) -> None:
     """Add all flags."""
     parser.add_argument(
-        "--iterations", type=whole(3), default=10, help="of each training; the first 2 warm up"
+        "--iterations", type=whole(3), default=10, help="of each training; the first 2 warm up (10)"
     )
     parser.add_argument(
         "--pairs", type=whole(1), default=3, help="trainings of each dispatcher; one: no interval"
@@ -82,7 +82,7 @@ def run_compare(parsed: argparse.Namespace) -> int:
 
     examples:
       monta compare run.yaml
-      monta compare qwen3_30b_a3b --iterations 30 --pairs 5 -- --num-layers 4
+      monta compare gpt_oss_120b --iterations 30 --pairs 5 -- --moe-router-force-load-balancing
     """
     from monta_megatron.tools.compare import run_trainings
 

@@ -76,6 +76,16 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path}: is no JSON in line {error.lineno}: {error.msg}") from error
 
 
+def check_can_be_written(path: Path, name: str) -> None:
+    """Refuse a path, given as `name`, that is a folder or in a folder that cannot be written.
+
+    Raises:
+        ValueError: one line.
+    """
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{name}: got {path}, must be a file in a folder that can be written")
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, text as UTF-8, so that it exists whole or not at all.
 
@@ -90,6 +100,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         # It still exists only if something went wrong.
         temporary.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ Substitutes:
     memory      the process's resident memory is the device's
     collectives gloo_collectives.py; inside a node node_memory.py
     Megatron    a norm for sequence parallelism, the compiled dataset helper, a missing name
+    TE          Megatron finds no Transformer Engine, and takes PyTorch's layers
 
 Install before Megatron is imported: MONTA_CPU_RANKS=1 in the environment does so (autoload.py). It
 applies to the thread that installs; a thread started by hand has to name the CPU itself.
@@ -56,6 +57,7 @@ def install() -> None:
     _install_generator()
     _install_device_mode()
     gloo_collectives.install()
+    _hide_transformer_engine()
     after_import("monta_megatron.exchange.executor", _run_outside_device_mode)
     after_import("megatron.core.transformer.torch_norm", _allow_sequence_parallel_norm)
     after_import("megatron.core.datasets.utils", _use_compiled_helper)
@@ -249,6 +251,17 @@ def _install_device_mode() -> None:
 
 
 # Megatron's modules
+
+
+def _hide_transformer_engine() -> None:
+    """Make Transformer Engine unimportable, so that Megatron does without it.
+
+    It imports and builds layers without a GPU, but its products of matrices refuse CPU tensors,
+    even that of Megatron's router. None in `sys.modules` is Python's way of saying "not there".
+    """
+    if importlib.util.find_spec("transformer_engine") is not None:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+        _say("Transformer Engine, which needs a GPU, is hidden from Megatron on CPU ranks")
 
 
 def _allow_sequence_parallel_norm(torch_norm: ModuleType) -> None:

@@ -28,6 +28,7 @@ from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.count_messages import MicroBatchCounts, busiest_over_mean
 from monta_megatron.exchange.monitor import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
+from monta_megatron.integration.planning import hash_of
 from monta_megatron.integration.ranks import check_same_config
 
 if TYPE_CHECKING:

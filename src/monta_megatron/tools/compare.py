@@ -5,13 +5,10 @@ machine that becomes slower slows all of them. Iterations of one training share 
 clocks and neighbours: the interval of a ratio is taken from the ratios of the pairs.
 """
 
+import io
 import json
 import math
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,24 +16,24 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from monta_megatron.common import files, strict_yaml
-from monta_megatron.common.files import commit, machine, versions, write_whole
+from monta_megatron.common.files import write_whole
 from monta_megatron.common.text import size_text, table
-from monta_megatron.common.torchrun import ended, why_ended
+from monta_megatron.common.torchrun import why_ended
+from monta_megatron.tools.launch.arguments import DISPATCHER, from_words
 from monta_megatron.tools.launch.log import RunLog, read_log
-from monta_megatron.tools.launch.prepare import free_directory
+from monta_megatron.tools.launch.prepare import checked, free_directory, prepare
 from monta_megatron.tools.launch.run_config import RunConfig
+from monta_megatron.tools.launch.start import choose_start, run_and_log, start_command, write
+
+Tell = Callable[[str], None]
 
 MONTA, STOCK, FLEX = "monta", "alltoall", "flex"
-DISPATCHER = "--moe-token-dispatcher-type"
 # Packages with the backends of Megatron's flex; one of them is enough to try it.
 FLEX_PACKAGES = ("deep_ep", "transformer_engine")
-# No checkpoint is read or written: every training begins with the seed's weights.
-CHECKPOINTS = ("--save", "--load", "--async-save", "--non-persistent-save-interval")
 # The first iterations, in which connections, buffers and plans are made.
 NUM_WARMUP_ITERATIONS = 2
 # Student's t for 95%, two-sided, by degrees of freedom; the last one for more.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-NUM_PROGRESS_LINES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +45,9 @@ class Compared:
         iteration_ms: time of an iteration, the median of the trainings' medians.
         trainings_ms: median of the iterations of each training.
         ratio: speedup over stock, the geometric mean of the pairs.
-        ratio_low: its 95% interval; None for stock itself and for a single pair.
-        ratio_high: likewise.
-        max_loss_difference: largest relative difference of a loss from stock's of the same
-            iteration; NaN if a loss is NaN, None if no iteration has both.
+        interval: its 95% interval; None for stock itself and for a single pair.
+        max_loss_difference: largest difference of a loss from stock's of the same iteration; None
+            if no iteration has both.
         peak_memory_bytes: most that a rank had allocated; None if the logs do not say.
         chain: chain that ran last; None for other dispatchers than monta.
     """
@@ -60,8 +56,7 @@ class Compared:
     iteration_ms: float
     trainings_ms: list[float]
     ratio: float
-    ratio_low: float | None
-    ratio_high: float | None
+    interval: tuple[float, float] | None
     max_loss_difference: float | None
     peak_memory_bytes: float | None
     chain: str | None
@@ -76,18 +71,17 @@ def interleaved(dispatchers: Sequence[str], pairs: int) -> Iterator[tuple[int, s
 
 def compare(dispatcher: str, stock: Sequence[RunLog], own: Sequence[RunLog]) -> Compared:
     """Compare the trainings of one dispatcher with stock's, pair by pair."""
-    ratio, low, high = (1.0, None, None) if own is stock else speedup(stock, own)
-    times_ms = [iteration_ms(log) for log in own]
-    peaks = [log.peak_memory_bytes for log in own if log.peak_memory_bytes is not None]
+    stock_ms, times_ms = ([iteration_ms(log) for log in logs] for logs in (stock, own))
+    ratio, interval = (1.0, None) if own is stock else speedup(stock_ms, times_ms)
+    losses = ((log.losses.get(n), loss) for log in own for n, loss in stock[0].losses.items())
     return Compared(
         dispatcher=dispatcher,
         iteration_ms=median(times_ms),
         trainings_ms=times_ms,
         ratio=ratio,
-        ratio_low=low,
-        ratio_high=high,
-        max_loss_difference=largest_difference([log.losses for log in own], stock[0].losses),
-        peak_memory_bytes=max(peaks, default=None),
+        interval=interval,
+        max_loss_difference=max((abs(x - y) for x, y in losses if x is not None), default=None),
+        peak_memory_bytes=max(filter(None, (log.peak_memory_bytes for log in own)), default=None),
         chain=own[-1].chain,
     )
 
@@ -99,41 +93,21 @@ def iteration_ms(log: RunLog) -> float:
 
 
 def speedup(
-    base: Sequence[RunLog], other: Sequence[RunLog]
-) -> tuple[float, float | None, float | None]:
-    """Speedup of `other` over `base` and its 95% interval, from the two logs of each pair.
+    base_ms: Sequence[float], other_ms: Sequence[float]
+) -> tuple[float, tuple[float, float] | None]:
+    """Speedup of the other trainings over the base, and its 95% interval, from the pairs.
 
     Returns:
         The geometric mean of the pairs' ratios, and its interval by Student's t on the logarithms;
         a single pair has none.
     """
-    pairs = zip(base, other, strict=True)
-    logs = [math.log(iteration_ms(first) / iteration_ms(second)) for first, second in pairs]
+    logs = [math.log(base / other) for base, other in zip(base_ms, other_ms, strict=True)]
     mean = fmean(logs)
     if len(logs) == 1:
-        return math.exp(mean), None, None
+        return math.exp(mean), None
     t = STUDENT_T[min(len(logs) - 1, len(STUDENT_T)) - 1]
     margin = t * stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean - margin), math.exp(mean + margin)
-
-
-def largest_difference(
-    trainings: Iterable[Mapping[int, float]], stock: Mapping[int, float]
-) -> float | None:
-    """Largest relative difference of a loss; NaN if one is NaN, None if no iteration has two.
-
-    Args:
-        trainings: iteration -> loss, of each training.
-        stock: iteration -> loss.
-    """
-    differences = [
-        0.0
-        if losses[n] == stock[n]
-        else abs(losses[n] - stock[n]) / max(abs(losses[n]), abs(stock[n]))
-        for losses in trainings
-        for n in losses.keys() & stock.keys()
-    ]
-    return math.nan if any(map(math.isnan, differences)) else max(differences, default=None)
+    return math.exp(mean), (math.exp(mean - margin), math.exp(mean + margin))
 
 
 def run_trainings(
@@ -144,7 +118,7 @@ def run_trainings(
     pairs: int,
     directory: Path | None,
     force: bool,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> "ComparisonReport":
     """Run all trainings, one after the other, and write compare.json.
 
@@ -164,12 +138,9 @@ def run_trainings(
     # Step 1: read the run file.
     file = str(files.find_config("runs", file))
     config = strict_yaml.load(RunConfig, file)
-    if DISPATCHER in (word.partition("=")[0] for word in megatron):
-        raise ValueError(f"{DISPATCHER}: got it after `--`, must be left out; all are compared")
+    if DISPATCHER in from_words(megatron):
+        raise ValueError(f"--{DISPATCHER}: got it after `--`, must be left out; all are compared")
     directory = free_directory(f"{config.name}-compare", directory)
-    start = "torchrun" if config.layout.nodes == 1 else "srun"
-    launch = [sys.executable, "-m", "monta_megatron", "launch", file, "--start", start]
-    launch += ["--force"] if force else []
 
     # Step 2: train. A backend of flex may be installed and not run here.
     dispatchers, left_out = [MONTA, STOCK, FLEX], {}
@@ -180,12 +151,9 @@ def run_trainings(
         if dispatcher in left_out:
             continue
         folder = directory / f"{dispatcher}-{pair + 1}"
-        words = megatron_words(megatron, config.megatron, dispatcher, iterations)
-        command = [*launch, "--run-directory", str(folder), "--", *words]
-        tell(f"{folder.name} of {pairs} starts")
-        own = logs.setdefault(dispatcher, [])
+        words = megatron_words(megatron, dispatcher, iterations)
         try:
-            own.append(_train(command, folder, iterations, tell))
+            logs.setdefault(dispatcher, []).append(train(file, words, folder, force, tell))
         except ValueError as error:
             if dispatcher != FLEX:
                 raise
@@ -199,75 +167,64 @@ def run_trainings(
     return report
 
 
-def megatron_words(
-    given: Sequence[str], in_file: Collection[str], dispatcher: str, iterations: int
-) -> list[str]:
-    """Megatron's arguments of a training with one dispatcher.
+def megatron_words(given: Sequence[str], dispatcher: str, iterations: int) -> list[str]:
+    """Megatron's arguments of a training with one dispatcher; the last one of a name counts.
 
     Args:
         given: arguments of the command line, for all trainings.
-        in_file: names of the run file's arguments.
-        dispatcher: the dispatcher.
+        dispatcher: the dispatcher; with others than monta, `launch` leaves out monta's arguments.
         iterations: after how many it ends.
     """
-    ours = "--moe-monta-"
-    # Most of so few iterations would be those in which slower candidates run too.
-    words, is_kept = [f"{ours}tune-steps", "0"] if dispatcher == MONTA else [], True
-    for word in given:
-        if word.startswith("--"):
-            is_ours = word.startswith(ours) and dispatcher != MONTA
-            is_kept = not is_ours and word.partition("=")[0] not in CHECKPOINTS
-        words += [word] if is_kept else []
-    # Not --train-iters: the learning rate and the data follow the whole training's schedule.
-    words += [DISPATCHER, dispatcher, "--log-interval", "1", "--exit-interval", str(iterations)]
-    for name in CHECKPOINTS:
-        words += [name, "false"] if name.removeprefix("--") in in_file else []
-    return words
+    return [
+        # Most of so few iterations would be those in which slower candidates run too.
+        *("--moe-monta-tune-steps", "0"),
+        *given,
+        *(f"--{DISPATCHER}", dispatcher),
+        *("--log-interval", "1"),
+        # Not --train-iters: the learning rate and the data follow the whole training's schedule.
+        *("--exit-interval", str(iterations)),
+        # No checkpoint is read or written: every training begins with the seed's weights.
+        *("--save", "false", "--load", "false"),
+        *("--async-save", "false", "--non-persistent-save-interval", "false"),
+    ]
 
 
-def _train(
-    command: Sequence[str], folder: Path, iterations: int, tell: Callable[[str], None]
-) -> RunLog:
-    """Run one training in its folder, with a line for every few iterations; returns its log.
+class Progress(io.BytesIO):
+    """Output of a training's ranks, which tells time and loss of each iteration."""
+
+    def __init__(self, name: str, tell: Tell) -> None:
+        super().__init__()
+        self._name, self._tell, self._rest = name, tell, b""
+
+    def write(self, text: Any) -> int:
+        *lines, self._rest = (self._rest + text).split(b"\n")
+        for log in (read_log(line.decode(errors="replace")) for line in lines):
+            for n, ms in log.times_ms.items():
+                loss = log.losses.get(n, math.nan)
+                self._tell(f"{self._name}: iteration {n}: {ms:,.1f} ms, loss {loss:.6g}")
+        return len(text)
+
+
+def train(file: str, words: Sequence[str], folder: Path, force: bool, tell: Tell) -> RunLog:
+    """Run one training in its folder, as `monta launch` does; returns its log.
 
     Raises:
-        ValueError: `monta launch` refuses the run, or it failed.
+        ValueError: the run is refused, or it failed.
     """
-    # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    with tempfile.TemporaryFile("w+", errors="replace") as messages:
-        # A session of its own: Ctrl-C reaches only this process, which ends the ranks in order.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=messages,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        assert process.stdout is not None
-        try:
-            for read in map(read_log, process.stdout):
-                for n, ms in read.times_ms.items():
-                    if n % max(1, iterations // NUM_PROGRESS_LINES) == 0:
-                        loss = read.losses.get(n, math.nan)
-                        tell(f"{folder.name}: iteration {n}: {ms:,.1f} ms, loss {loss:.6g}")
-            status = process.wait()
-        finally:
-            process.terminate()
-            process.wait()
-        messages.seek(0)
-        said = messages.read().splitlines()
+    run = prepare(file, words, folder, dry_run=False)
+    start = choose_start("torchrun" if run.config.layout.nodes == 1 else "srun", run, dry_run=False)
+    run = checked(run, force)
+    write(run)
+    tell(f"{folder.name} starts")
     path = folder / "logs" / "run.log"
-    if not path.is_file():
-        raise ValueError(said[-1].removeprefix("monta launch: ") if said else ended(status))
+    status = run_and_log(start_command(start, run), path, Progress(folder.name, tell))
     if status != 0:
         raise ValueError(f"{folder.name} failed, {why_ended(status, path)}; log: {path}")
     log = read_log(path.read_text(encoding="utf-8", errors="replace"))
     if math.isnan(iteration_ms(log)):
         raise ValueError(f"{path}: must have times of more than {NUM_WARMUP_ITERATIONS} iterations")
+    if not all(map(math.isfinite, log.losses.values())):
+        raise ValueError(f"{path}: must have losses that are finite")
     return log
 
 
@@ -293,7 +250,7 @@ class ComparisonReport:
                 row.dispatcher,
                 f"{row.iteration_ms:,.1f}",
                 f"{row.ratio:.2f}",
-                None if row.ratio_low is None else f"{row.ratio_low:.2f} to {row.ratio_high:.2f}",
+                row.interval and "{:.2f} to {:.2f}".format(*row.interval),
                 None if row.max_loss_difference is None else f"{row.max_loss_difference:.2g}",
                 size_text(row.peak_memory_bytes),
             )
@@ -305,23 +262,18 @@ class ComparisonReport:
         lines += [
             f"ms: median of an iteration, without the first {NUM_WARMUP_ITERATIONS} of a training",
             "ratio: alltoall's time over this one's, mean and interval over the pairs",
-            "loss difference: the largest, relative; Megatron logs seven digits",
+            "loss difference: the largest of an iteration; Megatron logs seven digits",
             f"directory: {self.directory}",
         ]
         return "\n".join(lines)
 
     def document(self) -> dict[str, Any]:
-        """The JSON document, which has a text for a difference that is NaN."""
-        rows = [asdict(row) for row in self.rows]
-        for row in rows:
-            difference = row["max_loss_difference"]
-            row["max_loss_difference"] = "nan" if difference != difference else difference
+        """The JSON document."""
         return {
-            "rows": rows,
+            "rows": [asdict(row) for row in self.rows],
             "left_out": dict(self.left_out),
             "directory": str(self.directory),
-            "versions": versions(),
-            "machine": machine(),
-            "commit": commit(),
-            "exit_status": 0,
+            "versions": presets.versions(),
+            "machine": presets.machine(),
+            "commit": presets.commit(),
         }

@@ -1,9 +1,8 @@
 """Report of `monta doctor`: versions, the way into Megatron, devices, variables, options."""
 
-import argparse
 import importlib.util
 import os
-import platform
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from monta_megatron.common.text import advice as nearest_of
 
 WITH_TRAINING = "pip install 'megatron-core[training]'"
 INSTALL_TE = "pip install 'transformer-engine[pytorch]'"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 # 0 turns off the loading of all packages that extend torch, or of ours alone.
 AUTOLOAD_VARIABLES = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "MONTA_AUTOLOAD")
 
@@ -44,40 +44,38 @@ def _versions() -> Iterator[Finding]:
     import torch
 
     yield Finding("monta-megatron", "ok", __version__)
-    yield Finding("python", "ok", platform.python_version())
+    yield Finding("python", "ok", sys.version.partition(" ")[0])
     yield Finding("torch", "ok", torch.__version__)
 
 
 def _megatron() -> Iterator[Finding]:
-    from monta_megatron.integration import supported_settings as settings
+    from monta_megatron.integration.supported_settings import check_megatron_version, is_supported
 
-    name = "megatron-core"
-    supported = " to <".join(".".join(map(str, bound)) for bound in settings.SUPPORTED)
-    wanted = f"{WITH_TRAINING} (supported: {supported})"
     try:
+        check_megatron_version()
         from megatron.core.package_info import __version__ as version
     except ImportError as error:
-        yield Finding(name, "missing", f"cannot be imported: {error}", wanted)
-        return
-    if not settings.is_supported(version):
-        is_allowed = os.environ.get(settings.OVERRIDE_VARIABLE) == "1"
-        found = f"{version}, outside the supported range"
-        advice = f"{wanted}, or {settings.OVERRIDE_VARIABLE}=1 to go on"
-        yield Finding(name, "note" if is_allowed else "missing", found, advice)
-        return
-    yield Finding(name, "ok", version)
-    yield _optional("megatron.training", WITH_TRAINING)
-    yield _optional("transformer_engine", INSTALL_TE if _has_gpu() else None)
+        yield Finding("megatron-core", "missing", f"cannot be imported: {error}", WITH_TRAINING)
+    except ValueError as error:
+        yield Finding("megatron-core", "missing", str(error))
+    else:
+        outside = "" if is_supported(version) else ", outside of the supported range"
+        yield Finding("megatron-core", "note" if outside else "ok", f"{version}{outside}")
+        yield _optional("megatron.training", WITH_TRAINING)
+        yield _optional("transformer_engine", INSTALL_TE if _has_gpu() else None)
 
 
 def _optional(module_name: str, advice: str | None) -> Finding:
     if importlib.util.find_spec(module_name) is None:
-        return Finding(module_name, "note" if advice else "ok", "not installed", advice)
+        found = "hidden from CPU ranks" if module_name in sys.modules else "not installed"
+        return Finding(module_name, "note" if advice else "ok", found, advice)
     # A part of a package has no version.
     return Finding(module_name, "ok", version_of(module_name.replace("_", "-")) or "found")
 
 
 def _way_in() -> Iterator[Finding]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     from monta_megatron.integration.registration import ways_in
 
     active = ", ".join(ways_in())
@@ -86,13 +84,9 @@ def _way_in() -> Iterator[Finding]:
         off = [name for name in AUTOLOAD_VARIABLES if os.environ.get(name) == "0"]
         advice = "install the package, which on PYTHONPATH alone has no entry point"
         if off:
-            advice = f"unset {' and '.join(off)}, or call monta_megatron.register() before it"
+            advice = f"unset {' and '.join(off)}, or call monta_megatron.register() in the script"
         yield Finding("way in", "note", found, advice)
-        return
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    names = str(TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"].type)
-    if "monta" in names:
+    elif "moe_monta_chain" in TransformerConfig.__dataclass_fields__:
         yield Finding("way in", "ok", f"{active}: Megatron knows 'monta'")
     else:
         yield Finding("way in", "missing", f"{active}, but Megatron does not know it")
@@ -106,18 +100,17 @@ def _has_gpu() -> bool:
 
 
 def _accelerator() -> Iterator[Finding]:
-    import torch
+    from torch import cuda
 
     from monta_megatron.exchange.kernels import kernel_problem
 
     if not _has_gpu():
-        is_set = os.environ.get("MONTA_CPU_RANKS") == "1"
-        advice = None if is_set else "MONTA_CPU_RANKS=1 runs Megatron on CPU ranks"
-        found = "CPU ranks stand in for GPUs" if is_set else "no GPU"
-        yield Finding("accelerator", "note", found, advice)
+        if os.environ.get("MONTA_CPU_RANKS") == "1":
+            yield Finding("accelerator", "note", "CPU ranks stand in for GPUs")
+        else:
+            yield Finding("accelerator", "note", "no GPU", "MONTA_CPU_RANKS=1 trains on CPU ranks")
         return
-    gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    yield Finding("accelerator", "ok", gpus)
+    yield Finding("accelerator", "ok", f"{cuda.device_count()} x {cuda.get_device_name(0)}")
     if problem := kernel_problem("cuda"):
         found = f"PyTorch's operations run instead, to the same bits: {problem}"
         advice = "install triton, a C compiler (gcc) and Python.h (python3-dev)"
@@ -128,68 +121,56 @@ def _accelerator() -> Iterator[Finding]:
 
 def _communicators() -> Iterator[Finding]:
     import torch
-    import torch.distributed as dist
 
     from monta_megatron.common.launch_order import VARIABLE, is_useful
 
-    has_nccl = dist.is_nccl_available()
+    has_nccl = torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not in this torch"
     yield Finding("NCCL", "ok", version)
 
-    value = os.environ.get(VARIABLE)
     useful, by = is_useful()
+    value = os.environ.get(VARIABLE)
     if value is None:
         found = f"not set; a training with monta {'sets 1' if useful else 'leaves it so'}: {by}"
         yield Finding(VARIABLE, "ok" if useful or not _has_gpu() else "note", found)
+    elif value == "1":
+        yield Finding(VARIABLE, "ok", f"1, set by the user: {by}")
     else:
         advice = "1 starts operations of all communicators in one order: none can deadlock"
-        found = f"{value}, set by the user: {by}"
-        is_on = value == "1"
-        yield Finding(VARIABLE, "ok" if is_on else "note", found, None if is_on else advice)
+        yield Finding(VARIABLE, "note", f"{value}, set by the user: {by}", advice)
 
-    queues = "CUDA_DEVICE_MAX_CONNECTIONS"
-    value = os.environ.get(queues)
+    value = os.environ.get(QUEUES)
     if value == "1" and _has_gpu():
         found = "1: shared experts and the other micro-batch of the 1F1B overlap wait for a chain"
-        advice = (
-            "unset it or set 32, unless Megatron demands 1: before Blackwell at TP or CP > 1, "
-            "without --overlap-moe-expert-parallel-comm and FSDP"
-        )
-        yield Finding(queues, "note", found, advice)
+        advice = "unset it or set 32 where Megatron does not demand 1 (docs/troubleshooting.md)"
+        yield Finding(QUEUES, "note", found, advice)
     else:
-        yield Finding(queues, "ok", value or "not set (8 launch queues)")
+        yield Finding(QUEUES, "ok", value or "not set (8 launch queues)")
 
 
 def _options(words: Sequence[str]) -> Iterator[Finding]:
     """Options in force, each by its flag, its variable or its default."""
-    from monta_megatron.integration.options import KINDS, SWITCH, Options, defaults_from_environment
+    from monta_megatron.integration.options import KINDS, Options, defaults_from_environment
+    from monta_megatron.tools.launch.arguments import from_words
 
-    flags = {f"--moe-monta-{name.replace('_', '-')}": kind for name, kind in KINDS.items()}
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag, kind in flags.items():
-        if kind is SWITCH:
-            parser.add_argument(flag, action="store_true", default=None)
-        else:
-            parser.add_argument(flag, type=kind.read)
-    variables = defaults_from_environment()
+    by_variable, by_flag = defaults_from_environment(), {}
+    flags = {f"--{name.replace('_', '-')}": name for name in by_variable}
     try:
-        parsed, unknown = parser.parse_known_args(words)
-        for word in unknown:
-            if word.startswith("--moe-monta-"):
-                raise ValueError(f"{word}: unknown; {nearest_of(word, flags)}")
-        given = {name: value for name, value in vars(parsed).items() if value is not None}
-        options = Options.of(SimpleNamespace(**variables | given))
-    except (ValueError, argparse.ArgumentError) as error:
+        for flag, value in ((f"--{name}", value) for name, value in from_words(words).items()):
+            if flag in flags:
+                kind = KINDS[flags[flag].removeprefix("moe_monta_")]
+                by_flag[flags[flag]] = kind.read(value) if isinstance(value, str) else value
+            elif flag.startswith("--moe-monta-"):
+                raise ValueError(f"{flag}: unknown; {nearest_of(flag, flags)}")
+        options = Options.of(SimpleNamespace(**by_variable | by_flag))
+    except ValueError as error:
         yield Finding("options", "missing", str(error))
         return
-    for flag, name in zip(flags, variables, strict=True):
+    for flag, name in flags.items():
         default = ("default", getattr(options, name.removeprefix("moe_monta_")))
-        sources = (("flag", given.get(name)), (name.upper(), variables[name]))
+        sources = (("flag", by_flag.get(name)), (name.upper(), by_variable[name]))
         source, value = next((each for each in sources if each[1] is not None), default)
         yield Finding(flag, "ok", f"{'not set' if value is None else value}, by {source}")
-
-
-CHECKS = (_versions, _megatron, _way_in, _accelerator, _communicators)
 
 
 @dataclass(frozen=True)
@@ -209,15 +190,13 @@ class DoctorReport:
 
     def text(self) -> str:
         """A table; a long text takes several lines."""
-        rows = []
+        rows: list[tuple[str, str, str]] = []
         names = (len(finding.name) for finding in self.findings)
         width = WIDTH - len("missing") - max(names) - len("    ")
         for finding in self.findings:
-            first: tuple[str, str] = (finding.status, finding.name)
             text = "; ".join(filter(None, (finding.found, finding.advice)))
-            for line in textwrap.wrap(text, width, break_on_hyphens=False):
-                rows.append((*first, line))
-                first = ("", "")
+            first, *rest = textwrap.wrap(text, width, break_on_hyphens=False)
+            rows += [(finding.status, finding.name, first), *(("", "", line) for line in rest)]
         return table((">status", "what", "found"), rows)
 
 
@@ -228,7 +207,8 @@ def examine(words: Sequence[str] = ()) -> DoctorReport:
         words: arguments of Megatron, for the options.
     """
     findings: list[Finding] = []
-    for check in (*CHECKS, partial(_options, words)):
+    options = partial(_options, words)
+    for check in (_versions, _megatron, _way_in, _accelerator, _communicators, options):
         try:
             # When imported, Megatron warns about what is missing; the report says that itself.
             with warnings.catch_warnings():

@@ -124,11 +124,14 @@ def write(run: Run) -> None:
     Raises:
         OSError: it cannot be written, or exists by now.
     """
-    run.directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=run.directory.parent, prefix=".") as temporary:
-        folder = Path(temporary, run.directory.name)
-        _fill(folder, run)
-        folder.rename(run.directory)
+    try:
+        run.directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=run.directory.parent, prefix=".") as temporary:
+            folder = Path(temporary, run.directory.name)
+            _fill(folder, run)
+            folder.rename(run.directory)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(run.directory)) from error
 
 
 def _fill(folder: Path, run: Run) -> None:
@@ -220,7 +223,7 @@ def launch(
     Raises:
         ValueError: one line; nothing was started.
     """
-    # Step 1: check and plan.
+    # Step 1: check, plan and write.
     run = prepare(file, words, directory, dry_run)
     start = choose_start(start, run, dry_run)
     run = checked(run, force)
@@ -228,6 +231,8 @@ def launch(
         lacks = ", --".join(run.lacks_to_resume)
         run = replace(run, notes=(*run.notes, f"not requeued: would start over without --{lacks}"))
     command = start_command(start, run)
+    if not dry_run:
+        write(run)
     for line in run.lines():
         tell(line)
     if command:
@@ -236,8 +241,7 @@ def launch(
     if dry_run:
         return report
 
-    # Step 2: write and start.
-    write(run)
+    # Step 2: start.
     if start == "none":
         return replace(report, exit_status=0)
     if start == "sbatch":

@@ -1,0 +1,203 @@
+"""Mistakes in all commands: one line, exit status 2, or 130 for Ctrl-C, and nothing left behind.
+
+A session is commands, each with the line that answers it. One with a stream, as in `> /dev/full`,
+runs in a shell. `^C MODULE` at its end is Ctrl-C once Python has imported the module. All others
+are forks of a process that has imported what takes long.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from interrupts import interrupt, started, wait_for
+from preloaded import Preloaded
+
+from monta_megatron.cli import COMMANDS, main
+from monta_megatron.common.files import CONFIGS
+
+HERE = Path(__file__).parent
+SESSIONS = sorted((HERE / "mistakes").glob("*.txt"))
+IMPORTED_ONCE = (
+    *("planner.plan", "planner.ranking", "calibration.command", "tools.bench.settings"),
+    *("tools.compare", "tools.place.checkpoint", "tools.place.report", "tools.timeline.report"),
+    *(f"cli.{name}" for name in COMMANDS),
+)
+# The commands of a launcher are one of 4 ranks.
+RANKS = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+SHELL = 'monta() { "$0" -m monta_megatron "$@"; }; %s; exit ${PIPESTATUS[0]}'
+# 141: the reader has closed the pipe.
+INTERRUPTED, UNREAD, BAD = 130, 141, 2
+
+FILES = {
+    "kept.yaml": "kept",
+    "train.py": "",
+    "empty.yaml": "",
+    "list.yaml": "- mixtral_8x7b\n",
+    "cut.yaml": "name: [mixtral\n",
+    "tab.yaml": "name: x\n\tmodel: y\n",
+    "twice.yaml": "name: x\nname: y\n",
+    "latin1.yaml": b"name: caf\xe9\n",
+    **{
+        f"{name}.yaml": f"{{name: x, megatron: {{}}, {text}}}\n"
+        for name, text in {
+            "key": "layuot: {nodes: 1, ranks_per_node: 2}",
+            "layout": "layout: {nodes: 1, ranks_per_node: 8, ep: 3}, script: train.py",
+            "size": "layout: {nodes: 0, ranks_per_node: 8}",
+            "script": "layout: {nodes: 1, ranks_per_node: 2}, script: absent.py",
+            "model": "layout: {nodes: 1, ranks_per_node: 2}, model: absent",
+            "cluster": "layout: {nodes: 1, ranks_per_node: 2}, cluster: absent",
+            "variable": "layout: {nodes: 1, ranks_per_node: 2}, script: '${ABSENT}/train.py'",
+        }.items()
+    },
+    "cut.json": '{"traceEvents": [',
+    "other.json": '{"a": 1}',
+    "hf/config.json": '{"model_type": "gpt2"}',
+    "train.log": "no arguments, no iterations\n",
+}
+
+
+class Mistake(NamedTuple):
+    """A command and its answer."""
+
+    command: str
+    answer: str
+
+    @property
+    def status(self) -> int:
+        return INTERRUPTED if "^C" in self.command else BAD if self.answer else UNREAD
+
+
+def mistakes(path: Path) -> list[Mistake]:
+    """The commands of a session, each with its answer."""
+    parts = path.read_text(encoding="utf-8").split("$ ")[1:]
+    return [Mistake(*part.rstrip("\n").partition("\n")[::2]) for part in parts]
+
+
+def monta_on_a_rank(folder: Path, words: list[str]) -> None:
+    """The body of a fork."""
+    os.chdir(folder)
+    os.environ |= RANKS
+    sys.argv[1:] = words
+    sys.exit(main())
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Preloaded]:
+    process = Preloaded("torch", *(f"monta_megatron.{name}" for name in IMPORTED_ONCE))
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "configs").symlink_to(CONFIGS)
+    (folder / "hf").mkdir()
+    for name, text in FILES.items():
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
+def in_shell(folder: Path, command: str) -> "subprocess.CompletedProcess[str]":
+    # With PYTHONUNBUFFERED, argparse itself meets the error of a stream, and is silent.
+    environment = {name: each for name, each in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        ["bash", "-c", SHELL % command, sys.executable],
+        cwd=folder,
+        env=environment | RANKS,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def interrupted(folder: Path, command: str, module: str) -> "subprocess.CompletedProcess[str]":
+    """Ctrl-C once a module is imported; no process and no file stays in the folder."""
+    words = ["-X", "importtime", "-m", "monta_megatron", *command.split()[1:]]
+    stdout, stderr = folder / "stdout", folder / "stderr"
+    with started(words, folder, **RANKS) as (process, mark):
+        wait_for(process, lambda: f" {module}\n" in stderr.read_text(), stderr)
+        status = interrupt(process, os.kill, mark)
+    # If it came within exec(), Python ends by the signal; for a shell that is 130, too.
+    status = INTERRUPTED if status == -signal.SIGINT else status
+    assert set(folder.iterdir()) == {stdout, stderr}
+    lines = stderr.read_text().splitlines(keepends=True)
+    said = "".join(line for line in lines if "import time:" not in line)
+    return subprocess.CompletedProcess(words, status, stdout.read_text(), said)
+
+
+def without_this_machine(line: str, folder: Path) -> str:
+    places = {str(CONFIGS): "configs", f"{folder}/": "", sys.executable: "python"}
+    for place, name in places.items():
+        line = line.replace(place, name)
+    # argparse quotes the choices in some releases of Python.
+    return re.sub(r"\(choose from .*\)", "(choose from ...)", line)
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+@pytest.fixture(scope="module")
+def printed() -> Iterator[dict[Path, str]]:
+    """Sessions as they are answered; UPDATE_GOLDEN=1 writes them anew."""
+    sessions: dict[Path, str] = {}
+    yield sessions
+    if os.environ.get("UPDATE_GOLDEN"):
+        for path, text in sessions.items():
+            path.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("path", "mistake"),
+    [(path, mistake) for path in SESSIONS for mistake in mistakes(path)],
+    ids=lambda value: value.command if isinstance(value, Mistake) else value.stem,
+)
+def test_one_line_and_nothing_left_behind(
+    path: Path,
+    mistake: Mistake,
+    folder: Path,
+    process: Preloaded,
+    printed: dict[Path, str],
+    tmp_path: Path,
+) -> None:
+    before = content(folder)
+    command, _, module = mistake.command.partition(" ^C ")
+    if module:
+        result = interrupted(tmp_path, command, module)
+    elif re.search(r"[|>]", command):
+        result = in_shell(folder, command)
+    else:
+        result = process.run(monta_on_a_rank, folder, command.split()[1:])
+    line = without_this_machine(result.stderr, folder)
+    printed[path] = f"{printed.get(path, '')}$ {mistake.command}\n{line}"
+    assert (result.stdout, len(line.splitlines())) == ("", result.returncode != UNREAD), line
+    assert content(folder) == before
+    assert result.returncode == mistake.status
+    assert line.rstrip("\n") == mistake.answer
+
+
+def test_every_command_and_kind_is_tried() -> None:
+    commands = [mistake.command for path in SESSIONS for mistake in mistakes(path)]
+    assert len(commands) >= 80
+    assert {word for command in commands for word in command.split()[1:2]} >= set(COMMANDS)
+
+
+def test_no_standard_output_is_no_mistake(folder: Path) -> None:
+    plan = "monta plan --model qwen3_30b_a3b --cluster a100_hdr --ep 16"
+    result = in_shell(folder, f"{plan} >&-")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_good_input_passes_the_same_way(folder: Path, process: Preloaded) -> None:
+    words = "plan --model mixtral_8x7b --cluster a800_2x8_ib200 --ep 8 --json"
+    result = process.run(monta_on_a_rank, folder, words.split())
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout)["shape"]["layout"]["ep"] == 8
