@@ -10,16 +10,16 @@ Step 0 is Megatron without sequence parallelism, with stock's alltoall dispatche
 times the bytes between nodes, and nothing has to be gathered inside a node; the partial outputs are
 summed once, per token rather than per token-expert pair, which is where the sum is cheapest.
 
-Takes the flags of `monta bench`, and like it one process per rank:
+Takes the flags of `sweep.py`, and like it one process per rank:
 
-    monta emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500 -- \
-        benchmarks/ablation.py --tp 2 --experts 8 --top-k 2 --hidden 64 --tokens 64
+    monta emulate --nodes 2 --ranks-per-node 8 --inter-mbit 200 -- \
+        benchmarks/ablation.py --sweep docs/benchmarks/ablation_2x8.yaml --out ablation.jsonl
 """
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -40,11 +40,11 @@ from monta_megatron.tools.bench.candidates import (
     Batch,
     Bench,
     BenchCandidate,
+    build_dispatcher,
     make_batch,
     monta_candidate,
     stock_candidate,
 )
-from monta_megatron.tools.bench.layer import build_dispatcher
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import Settings
 
@@ -176,105 +176,50 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     return Batch(**{name: torch.cat([getattr(batch, name) for batch in batches]) for name in names})
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """One step in one phase.
-
-    Attributes:
-        phase: "forward" or "forward_backward".
-        step: see the top of this file.
-        what: the step in words.
-        num_chunks: number of chunks of our chain; 1 for step 0.
-        median_ms: median of the slowest rank's times.
-        gain: the previous step's time over this one's.
-        gain_over_step_0: step 0's time over this one's.
-    """
-
-    phase: str
-    step: int
-    what: str
-    num_chunks: int
-    median_ms: float
-    gain: float
-    gain_over_step_0: float
-
-
-def ablation_steps(rows: Sequence[Row]) -> list[StepResult]:
-    """The steps of every phase, each with its gain over the previous one.
+def steps_of(rows: Sequence[Row]) -> list[Row]:
+    """The row of every step.
 
     Args:
-        rows: of `build`'s candidates, in their order.
+        rows: of `build`'s candidates in one phase, in their order.
     """
-    results = []
-    for phase in dict.fromkeys(row.phase for row in rows):
-        of_phase = [row for row in rows if (row.scope, row.phase) == ("exchange", phase)]
-        _, whole_group, *ours, permutes_apart = of_phase
-        by_chunks = {row.num_chunks: row for row in ours}
-        fastest = min(ours, key=lambda row: row.median_ms)
-        steps = (whole_group, by_chunks[1], permutes_apart, by_chunks[FIXED_NUM_CHUNKS], fastest)
-        for (step, what), row, before in zip(
-            STEPS.items(), steps, (whole_group, *steps), strict=False
-        ):
-            results.append(
-                StepResult(
-                    phase=phase,
-                    step=step,
-                    what=what,
-                    num_chunks=row.num_chunks,
-                    median_ms=row.median_ms,
-                    gain=before.median_ms / row.median_ms,
-                    gain_over_step_0=whole_group.median_ms / row.median_ms,
-                )
-            )
-    return results
-
-
-def finish(report: dict[str, Any]) -> None:
-    """Add what each step gains."""
-    rows = [Row(**row) for row in report["rows"]]
-    report["ablation"] = [asdict(result) for result in ablation_steps(rows)]
+    _, whole_group, *ours, permutes_apart = rows
+    by_chunks = {row.num_chunks: row for row in ours}
+    fastest = min(ours, key=lambda row: row.median_ms)
+    return [whole_group, by_chunks[1], permutes_apart, by_chunks[FIXED_NUM_CHUNKS], fastest]
 
 
 def ablation_text(reports: Sequence[Mapping[str, Any]]) -> str:
-    """The steps of each layout and phase."""
-    return "\n\n".join(
-        part for report in reports for part in (_where(report["meta"]), *_tables(report))
-    )
+    """A table of the steps for each layout and phase."""
+    tables = []
+    for report in reports:
+        rows = [Row(**fields) for fields in report["rows"]]
+        for phase in report["meta"]["settings"]["phase"]:
+            of_phase = [row for row in rows if (row.scope, row.phase) == ("exchange", phase)]
+            tables.append(_table(report["meta"], steps_of(of_phase)))
+    return "\n\n".join(tables)
 
 
-def _where(meta: Mapping[str, Any]) -> str:
-    settings, nodes, cluster = meta["settings"], meta["nodes"], meta["emulated_cluster"]
-    rate = "" if cluster is None else f", {cluster['inter_mbit']:g} Mbit/s"
-    return (
+def _table(meta: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    settings, nodes, first = meta["settings"], meta["nodes"], rows[0]
+    rate = "" if first.inter_mbit is None else f", {first.inter_mbit:g} Mbit/s"
+    title = (
         f"{counted(len(nodes), 'rank')} on {counted(len(set(nodes)), 'node')}{rate}, "
-        f"TP {settings['tp']}, EP {settings['ep']}, {settings['experts']} experts, "
-        f"top-{settings['top_k']}, H {settings['hidden']:,}, "
-        f"{counted(settings['tokens'], 'token')} per rank:"
+        f"TP {first.tp}, EP {first.ep}, {settings['experts']} experts, top-{first.top_k}, "
+        f"H {settings['hidden']:,}, {counted(first.tokens, 'token')} per rank, "
+        f"{first.phase.replace('_', ' + ')}:"
     )
-
-
-def _tables(report: Mapping[str, Any]) -> Iterator[str]:
-    results = [StepResult(**step) for step in report["ablation"]]
-    for phase in dict.fromkeys(result.phase for result in results):
-        yield table(
-            ["step", "what", ">chunks", ">ms", ">gain", ">over 0"],
-            [
-                [
-                    result.step,
-                    result.what,
-                    result.num_chunks,
-                    f"{result.median_ms:.1f}",
-                    f"{result.gain:.2f}",
-                    f"{result.gain_over_step_0:.2f}",
-                ]
-                for result in results
-                if result.phase == phase
-            ],
-            title=phase.replace("_", " + "),
+    cells = [
+        (
+            *(step, what, row.num_chunks, f"{row.median_ms:.1f}"),
+            f"{before.median_ms / row.median_ms:.2f}",
+            f"{first.median_ms / row.median_ms:.2f}",
         )
+        for (step, what), row, before in zip(STEPS.items(), rows, [first, *rows[:-1]], strict=True)
+    ]
+    return table(["step", "what", ">chunks", ">ms", ">gain", ">over 0"], cells, title)
 
 
-STUDY = Study(name="ablation", build=build, finish=finish, text=ablation_text)
+STUDY = Study(name="ablation", description=__doc__, build=build, text=ablation_text)
 
 if __name__ == "__main__":
-    sys.exit(start(STUDY, __doc__))
+    sys.exit(start(STUDY))

@@ -1,4 +1,4 @@
-r"""Many points of `monta bench` in one launch, each saved when done; their tables and pictures.
+r"""Many points of `monta bench` in one launch, each saved when done; their tables and a picture.
 
 Takes the flags of `monta bench`, and like it one process per rank. A start that was killed goes on:
 what the file of `--out` holds is not run again. `--report` needs no ranks:
@@ -17,15 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from summary import plot_sweep, summarise, summary_lines
+from summary import measured_points, plot_predicted, summary_text
 
 from monta_megatron.cli import main
-from monta_megatron.cli.on_ranks import (
-    add_bench_arguments,
-    find_this_rank,
-    measured,
-    run_as_rank,
-)
+from monta_megatron.cli.on_ranks import add_bench_arguments, find_this_rank, measured, run_as_rank
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_text, write_whole
@@ -34,7 +29,6 @@ from monta_megatron.common.text import Progress, advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import with_inter_rate
-from monta_megatron.tools.bench.report import Report, Row
 from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
 from monta_megatron.tools.pictures import check_can_plot
 
@@ -44,28 +38,31 @@ if TYPE_CHECKING:
 # The others are of the whole launch.
 POINT_FLAGS = FLAGS.keys() - {"ranks-per-node", "cluster"}
 FILES = (
-    ("sweep", "FILE", "many points in one launch: YAML, see docs/results.md"),
+    ("sweep", "FILE", "the points: YAML, see docs/results.md"),
     ("out", "FILE", "add each finished point as a line of JSON; what is there is not run again"),
     ("report", "FILE", "run nothing: tables in Markdown from what --out has written"),
-    ("plot", "DIR", "draw the results of a sweep there; needs matplotlib"),
+    ("plot", "DIR", "draw predicted against measured times there; needs matplotlib"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Other candidates than those of `monta bench`, and what is said of them.
+    """The candidates of a script, and their tables.
 
     Attributes:
-        name: marks its reports.
-        build: adds the candidates, in place of `candidates.with_candidates`.
-        finish: adds to the report of a point.
-        text: its tables, from reports.
+        name: marks the reports; None for those of `monta bench`.
+        description: of the script.
+        build: adds the candidates; None for those of `monta bench`.
+        text: tables of reports.
     """
 
-    name: str
-    build: "Callable[[Bench], Bench]"
-    finish: Callable[[dict[str, Any]], None]
-    text: Callable[[Sequence[dict[str, Any]]], str]
+    name: str | None
+    description: str
+    build: "Callable[[Bench], Bench] | None"
+    text: Callable[[Sequence[Mapping[str, Any]]], str]
+
+
+SWEEP = Study(name=None, description=__doc__, build=None, text=summary_text)
 
 
 class Point(NamedTuple):
@@ -80,10 +77,9 @@ class Point(NamedTuple):
     settings: Settings
 
 
-def build_parser(study: Study | None = None, description: str | None = None) -> Parser:
+def build_parser(study: Study = SWEEP) -> Parser:
     """The parser of a script with these flags."""
-    parser = Parser(description=description or __doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser = Parser(description=study.description)
     add_bench_arguments(parser)
     for name, metavar, text in FILES:
         parser.add_argument(f"--{name}", metavar=metavar, help=text)
@@ -98,92 +94,75 @@ def build_parser(study: Study | None = None, description: str | None = None) -> 
     return parser
 
 
-def start(study: Study | None = None, description: str | None = None) -> int:
+def start(study: Study = SWEEP) -> int:
     """Run a script with these flags; returns its exit status."""
-    return main(parser=build_parser(study, description))
+    return main(parser=build_parser(study))
 
 
-def _run(parsed: argparse.Namespace, study: Study | None) -> int:
+def _run(parsed: argparse.Namespace, study: Study) -> int:
     if parsed.report is None:
         return run_as_rank(lambda: _measure(parsed, study))
-    reports = read_reports(Path(parsed.report))
-    if not reports:
-        raise ValueError(f"--report: got {parsed.report}, must hold at least one line")
     check_can_plot(parsed.plot)
-    _print(reports, parsed, study)
+    _report(Path(parsed.report), parsed.plot, study)
     return 0
 
 
-def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
+def _measure(parsed: argparse.Namespace, study: Study) -> int:
     this_rank = find_this_rank("bench")
-    points = _points(parsed, this_rank.world_size)
+    for name in ("sweep", "out"):
+        if getattr(parsed, name) is None:
+            raise ValueError(f"--{name}: not given, must be a file, or else --report")
+    points = read_sweep(parsed.sweep, vars(parsed), this_rank.world_size)
     # Only the first rank reads and writes results.
-    results = None
+    out, kept = Path(parsed.out), []
     if this_rank.rank == 0:
         check_can_plot(parsed.plot)
-        results = None if parsed.out is None else Results.open(Path(parsed.out))
+        kept = read_reports(out)
+        # Without a last line that a kill has cut short.
+        write_whole(out, "".join(json.dumps(report) + "\n" for report in kept))
 
-    def measure(cluster: Cluster | None, progress: Progress) -> list[dict[str, Any]]:
+    def measure(cluster: Cluster | None, progress: Progress) -> bool:
         from monta_megatron.exchange.collectives import gather_objects
-        from monta_megatron.tools.bench.point import measure_point
+        from monta_megatron.tools.bench.candidates import with_candidates
+        from monta_megatron.tools.bench.measure import measure_point
 
+        ratio = parsed.inter_rate_ratio
         if cluster is not None:
-            cluster = with_inter_rate(cluster, parsed.inter_rate_ratio)
-        emulated, ratio = EmulatedCluster.from_environment(), parsed.inter_rate_ratio
-        left_here = [
-            point
-            for point in points
-            if results is None or not results.holds(point.settings, emulated, ratio, study)
-        ]
+            cluster = with_inter_rate(cluster, ratio)
         # The first rank's, which alone has read the results.
-        left = gather_objects(left_here)[0]
+        left = gather_objects(
+            [point for point in points if not is_measured(kept, point.settings, ratio, study)]
+        )[0]
         if len(left) < len(points):
             progress.phase(f"{len(points) - len(left)} of {len(points)} points kept from before", 0)
-        reports = []
         for number, point in enumerate(left, 1):
-            if len(points) > 1:
-                progress.phase(f"point {number} of {len(left)}: {point.name}", 0)
-            candidates = {} if study is None else {"build": study.build}
-            report = measure_point(point.settings, cluster, progress, **candidates).document()
+            progress.phase(f"point {number} of {len(left)}: {point.name}", 0)
+            build = study.build or with_candidates
+            report = measure_point(point.settings, cluster, progress, build).document()
             report["meta"] |= {"command": shlex.join(sys.argv), "inter_rate_ratio": ratio}
-            if study is not None:
+            if study.name is not None:
                 report["study"] = study.name
-                study.finish(report)
-            reports.append(report)
-            if results is not None:
-                results.add(report)
-        return reports
+            if this_rank.rank == 0:
+                with out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(report) + "\n")
+        return True
 
-    reports = measured(points[0].settings, measure)
-    if reports is not None and this_rank.rank == 0:
-        _print(results.reports if results else reports, parsed, study)
-    return int(reports is None)
-
-
-def _points(parsed: argparse.Namespace, world_size: int) -> list[Point]:
-    if parsed.sweep is None:
-        return [Point("headline", parse_settings(vars(parsed), world_size))]
-    if parsed.out is None:
-        raise ValueError("--out: not given, must be a file beside --sweep")
-    return read_sweep(parsed.sweep, vars(parsed), world_size)
+    if measured(points[0].settings, measure) is None:
+        return 1
+    if this_rank.rank == 0:
+        _report(out, parsed.plot, study)
+    return 0
 
 
-def _print(reports: list[dict[str, Any]], parsed: argparse.Namespace, study: Study | None) -> None:
-    is_one = parsed.sweep is None and parsed.report is None
-    if parsed.json:
-        summary = {} if study is not None else {"summary": summarise(reports)}
-        document = reports[-1] if is_one else {**summary, "reports": reports}
-        print(json.dumps(document, indent=2))
-    elif study is not None:
-        print(study.text(reports[-1:] if is_one else reports))
-    elif is_one:
-        rows = [Row(**row) for row in reports[-1]["rows"]]
-        print(Report(meta=reports[-1]["meta"], rows=rows).text())
-    else:
-        print("\n".join(summary_lines(reports)))
-    if parsed.plot is not None:
-        for path in plot_sweep(reports, Path(parsed.plot)):
-            print(f"monta bench: drew {path}", file=sys.stderr)
+def _report(path: Path, plot: str | None, study: Study) -> None:
+    """Print the tables of a file of results, and draw the picture."""
+    reports = read_reports(path)
+    if not reports:
+        raise ValueError(f"--report: got {path}, must hold at least one line")
+    print(study.text(reports))
+    points = [point for point in measured_points(reports) if point.errors]
+    if plot is not None and points:
+        plot_predicted(points, Path(plot, "predicted.png"))
 
 
 def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Point]:
@@ -230,57 +209,27 @@ def _flags(data: Any, where: str) -> dict[str, str]:
     return flags
 
 
-@dataclass(frozen=True, kw_only=True)
-class Results:
-    """Finished points in a file, one line each: the document of `--json` for a point.
-
-    Attributes:
-        path: the file.
-        reports: its lines.
-    """
-
-    path: Path
-    reports: list[dict[str, Any]]
-
-    @classmethod
-    def open(cls, path: Path) -> "Results":
-        """Continue an existing file, or start a new one.
-
-        Raises:
-            ValueError: the file holds something else.
-        """
-        results = cls(path=path, reports=read_reports(path))
-        # Drop a line that a kill has cut short.
-        write_whole(path, "".join(json.dumps(each) + "\n" for each in results.reports))
-        return results
-
-    def holds(
-        self,
-        settings: Settings,
-        emulated: EmulatedCluster | None,
-        inter_rate_ratio: float = 1.0,
-        study: Study | None = None,
-    ) -> bool:
-        """Whether a point has been measured: with the same settings, on the same cluster."""
-        plain = strict_yaml.plain(settings)
-        cluster = None if emulated is None else asdict(emulated)
-        return any(
-            report["meta"]["settings"] == plain
-            and report["meta"]["inter_rate_ratio"] == inter_rate_ratio
-            and report.get("study") == (study and study.name)
-            and report["meta"]["emulated_cluster"] == cluster
-            for report in self.reports
-        )
-
-    def add(self, report: dict[str, Any]) -> None:
-        """Keep one more report."""
-        self.reports.append(report)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(report) + "\n")
+def is_measured(
+    reports: Sequence[Mapping[str, Any]],
+    settings: Settings,
+    inter_rate_ratio: float = 1.0,
+    study: Study = SWEEP,
+) -> bool:
+    """Whether reports have a point: of the same settings, on the cluster that this rank runs on."""
+    emulated = EmulatedCluster.from_environment()
+    wanted = {
+        "settings": strict_yaml.plain(settings),
+        "emulated_cluster": None if emulated is None else asdict(emulated),
+        "inter_rate_ratio": inter_rate_ratio,
+    }
+    return any(
+        report.get("study") == study.name and wanted.items() <= report["meta"].items()
+        for report in reports
+    )
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that `Results` has written, without a last one that was cut short.
+    """The finished points of a file of results, without a last line that was cut short.
 
     Raises:
         ValueError: the file holds something else.

@@ -44,10 +44,10 @@ BENCH = (*FEW, "--dtype", "bf16", "--repeats", "1")
 NOT_PROVEN = 3
 
 
-def versions(short: bool) -> int:
+def versions(short: bool, arguments: Sequence[str]) -> int:
     """Print what `monta doctor` says, and what Triton needs to build a kernel."""
     from monta_megatron.cli import main
-    from monta_megatron.exchange.kernel_choice import kernel_problem
+    from monta_megatron.exchange.kernels import kernel_problem
 
     main(["doctor"])
     header = Path(sysconfig.get_paths()["include"], "Python.h")
@@ -59,7 +59,7 @@ def versions(short: bool) -> int:
     return _proven("versions are named above")
 
 
-def bits(short: bool) -> int:
+def bits(short: bool, arguments: Sequence[str]) -> int:
     """Compare each kernel with PyTorch's operations."""
     import kernel_cases
 
@@ -80,22 +80,22 @@ def bits(short: bool) -> int:
     return 1 if differing else _proven("Triton kernels give the bits of PyTorch's operations")
 
 
-def record(short: bool, path: Path) -> int:
+def record(short: bool, arguments: Sequence[str]) -> int:
     """Record the cases, by CPU ranks."""
     import replay
 
-    cases = _cases(short)
+    cases, path = _cases(short), Path(arguments[0])
     replay.write_records(path, replay.record(cases))
     megabytes = path.stat().st_size / 1e6
     return _proven(f"16 CPU ranks ran {len(cases)} cases; their record has {megabytes:.1f} MB")
 
 
-def replayed(short: bool, path: Path) -> int:
+def replayed(short: bool, arguments: Sequence[str]) -> int:
     """Replay the cases on the GPU, then see whether planted faults are found."""
     import replay
 
     device, lines = torch.device("cuda", 0), []
-    cases, records = _cases(short), replay.read_records(path)
+    cases, records = _cases(short), replay.read_records(Path(arguments[0]))
     kinds = (False, True)
     for fused in kinds:
         for seed, (case, recorded) in enumerate(zip(cases, records, strict=True)):
@@ -118,14 +118,14 @@ def replayed(short: bool, path: Path) -> int:
     )
 
 
-def host(short: bool, path: Path) -> int:
+def host(short: bool, arguments: Sequence[str]) -> int:
     """Time each pass on the host and on the device, with stand-ins for collectives."""
     import device_times
     import replay
 
     device, repeats = torch.device("cuda", 0), WARM_UP if short else REPEATS
-    cases = _cases(short)
-    measured = device_times.pass_times(cases, replay.read_records(path), device, repeats)
+    records = replay.read_records(Path(arguments[0]))
+    measured = device_times.pass_times(_cases(short), records, device, repeats)
     print(f"{'chain, kernels, pass':56} host us  device us")
     for name, (host_us, device_us) in measured.items():
         print(f"{name:56} {host_us:7.1f} {device_us:10.1f}")
@@ -154,7 +154,7 @@ def _num_collectives(case, recorded) -> int:
     return len(recorded.messages) * (not case.pipelined)
 
 
-def times(short: bool) -> int:
+def times(short: bool, arguments: Sequence[str]) -> int:
     """Time the kernels, each with a cold cache and the host ahead, and what a launch takes."""
     device = torch.device("cuda", 0)
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
@@ -170,13 +170,11 @@ def times(short: bool) -> int:
 def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """What is timed, and the bytes that each has to read and write at least."""
     from monta_megatron.chains.stages import Parts
-    from monta_megatron.exchange.copies import Copies
-    from monta_megatron.exchange.expert_lists import expert_ids_of
-    from monta_megatron.exchange.kernels.count_routing import count_routing
-    from monta_megatron.exchange.kernels.duplicate import duplicate
-    from monta_megatron.exchange.kernels.find_copies import find_copies
-    from monta_megatron.exchange.kernels.reduce import reduce
-    from monta_megatron.exchange.memory import Columns
+    from monta_megatron.exchange.buffers import Columns
+    from monta_megatron.exchange.kernels.copies import duplicate, find_copies
+    from monta_megatron.exchange.kernels.routing import count_routing
+    from monta_megatron.exchange.kernels.sums import reduce
+    from monta_megatron.exchange.rows import Copies, expert_ids_of
 
     probs = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=device)
     routing_map = torch.zeros_like(probs, dtype=torch.bool)
@@ -263,7 +261,7 @@ def gloo(short: bool, arguments: Sequence[str]) -> int:
 def bench(short: bool, arguments: Sequence[str]) -> int:
     """Run `monta bench`, and say where the exchange makes the host wait for the device.
 
-    And whether NCCL tells of every collective that it has ended; see `exchange.time_limit`.
+    And whether NCCL tells of every collective that it has ended; see `exchange.errors`.
     """
     from monta_megatron.cli import main
     from monta_megatron.exchange.streams import device_time_limit
@@ -297,23 +295,25 @@ def _proven(what: str) -> int:
     return 0
 
 
+PARTS = {
+    "versions": versions,
+    "bits": bits,
+    "record": record,
+    "replay": replayed,
+    "host": host,
+    "times": times,
+    "gloo": gloo,
+    "bench": bench,
+}
+
+
 def main() -> int:
     """Run one part."""
     parser = argparse.ArgumentParser(usage=__doc__, add_help=False)
-    parser.add_argument(
-        "part", choices=("versions", "bits", "record", "replay", "host", "times", "gloo", "bench")
-    )
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--short", action="store_true")
-    arguments, rest = parser.parse_known_args()
-    short = arguments.short
-    of_ranks = {"gloo": gloo, "bench": bench}
-    if arguments.part in of_ranks:
-        return of_ranks[arguments.part](short, rest)
-    parts = {"versions": versions, "bits": bits, "times": times}
-    if arguments.part in parts:
-        return parts[arguments.part](short)
-    (path,) = map(Path, rest)
-    return {"record": record, "replay": replayed, "host": host}[arguments.part](short, path)
+    parsed, arguments = parser.parse_known_args()
+    return PARTS[parsed.part](parsed.short, arguments)
 
 
 if __name__ == "__main__":

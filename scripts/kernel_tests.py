@@ -18,16 +18,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 from kernel_cases import check
 
+from monta_megatron.common.rules import whole
+
 BATCH = 100
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--cases", type=whole(1), default=2000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     arguments = parser.parse_args()
-    if arguments.cases < 1:
-        parser.error(f"--cases: got {arguments.cases}, must be at least 1")
     began, end = time.monotonic(), arguments.first + arguments.cases
     try:
         for first in range(arguments.first, end, BATCH):

@@ -28,6 +28,8 @@ import test_dispatcher_properties as of_dispatchers
 import test_exchange_properties as of_exchanges
 from pool import Pool
 
+from monta_megatron.common.rules import whole
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -69,18 +71,13 @@ COMPARISONS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", choices=COMPARISONS, default="reference")
-    parser.add_argument("--cases", type=int, default=20000, help="shared among world sizes")
+    parser.add_argument("--cases", type=whole(1), default=20000, help="shared among world sizes")
     parser.add_argument("--seed", type=int, default=1, help="of the drawing")
     parser.add_argument(
-        "--world-size",
-        type=int,
-        choices=sorted(of_exchanges.SHAPES),
-        help="this one alone; all unless given",
+        "--world-size", type=int, choices=sorted(of_exchanges.SHAPES), help="ranks of --case"
     )
     parser.add_argument("--case", help="one case as JSON, as a failure prints it")
     arguments = parser.parse_args()
-    if arguments.cases < 1:
-        parser.error(f"--cases: got {arguments.cases}, must be at least 1")
     if arguments.case is not None and arguments.world_size is None:
         parser.error("--case: needs the --world-size that was printed with it")
 
@@ -92,12 +89,9 @@ def main() -> int:
         lines = {line for result in results for _, line in result}
         print("\n".join(sorted(lines)) or f"equal to the {arguments.against}")
         return 1 if lines else 0
-    shares = comparison.shares
-    if arguments.world_size is not None:
-        shares = {arguments.world_size: 1}
     try:
-        for world_size, share in shares.items():
-            num_cases = -(-arguments.cases * share // sum(shares.values()))
+        for world_size, share in comparison.shares.items():
+            num_cases = -(-arguments.cases * share // sum(comparison.shares.values()))
             began = time.monotonic()
             run_in_pools(comparison, world_size, num_cases, arguments.seed)
             seconds = time.monotonic() - began

@@ -4,8 +4,7 @@
 # Megatron's own `alltoall`. As root or with user namespaces the nodes are joined by an emulated
 # network, and the iterations are timed; the losses have to agree everywhere.
 #
-#   scripts/quickstart.sh [--iterations N] [--text FILE...] [--pairs N] [--inter-mbit R]
-#                         [--no-network]
+#   scripts/quickstart.sh [--iterations N] [--pairs N] [--inter-mbit R] [--no-network]
 #
 # Results: runs/quickstart/summary.json, and the log of each training in the same folder.
 set -euo pipefail
@@ -15,9 +14,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/python_env.sh"
 
 install_main ""
 
-export MONTA_CPU_RANKS=1
-# One thread per rank, or else the ranks compete for the cores.
-export OMP_NUM_THREADS=1
-# Megatron requires it for tensor parallelism.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 exec "$MAIN_VENV/bin/python" "$REPOSITORY/scripts/quickstart/main.py" "$@"

@@ -7,7 +7,7 @@ The table holds what was measured: `auto` against Megatron's `alltoall`, in one 
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,6 @@ RATES = ("200", "500", "1000")
 SIZE_INCHES, DPI = (8.3, 3.7), 200
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """Stock's median over that of `auto`, and the 95% interval."""
-
-    median: float
-    low: float
-    high: float
-
-
 def results() -> list[dict[str, str]]:
     """The rows of the last table of its section, by the names of their columns."""
     _, _, section = RESULTS.read_text(encoding="utf-8").partition(HEADING)
@@ -45,49 +36,33 @@ def results() -> list[dict[str, str]]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def ratio(rows: list[dict[str, str]], layout: str, rate: str) -> Ratio:
-    """What was measured of a layout at a rate, at the largest hidden size that was."""
+def ratio(rows: list[dict[str, str]], layout: str, rate: str) -> tuple[float, float, float]:
+    """Stock's median over that of `auto`, and how far its 95% interval is below and above.
+
+    Of what was measured of a layout at a rate, it is the largest hidden size.
+    """
     wanted = {**SHOWN, "TP, EP, ETP": layout, "Mbit/s": rate}
     found = [row for row in rows if wanted.items() <= row.items()]
     row = max(found, key=lambda row: int(row["H"].replace(",", "")))
-    low, high = row["95% interval"].split(" to ")
-    return Ratio(median=float(row["times faster"]), low=float(low), high=float(high))
+    median, (low, high) = float(row["times faster"]), map(float, row["95% interval"].split(" to "))
+    return median, median - low, high - median
 
 
 def draw(axis: Any, rows: list[dict[str, str]]) -> None:
     """Bars by rate: stock's own, then one for each layout."""
-    places = range(len(RATES))
-    axis.bar(
-        [place - 0.27 for place in places],
-        [1] * len(RATES),
-        width=0.25,
-        color=pictures.STOCK_COLOUR,
-        label="stock alltoall, same layout",
-    )
-    for position, (layout, (label, colour)) in enumerate(LAYOUTS.items()):
-        ratios = [ratio(rows, layout, rate) for rate in RATES]
-        centres = [place + 0.27 * position for place in places]
-        spread = [[r.median - r.low for r in ratios], [r.high - r.median for r in ratios]]
-        axis.bar(
-            centres,
-            [r.median for r in ratios],
-            yerr=spread,
-            width=0.25,
-            color=colour,
-            label=label,
-            error_kw={"elinewidth": 1.2, "ecolor": "#404040", "capsize": 3},
-        )
-        for centre, r in zip(centres, ratios, strict=True):
-            axis.annotate(
-                f"{r.median:.1f}x",
-                (centre, r.high),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=11,
-                fontweight="bold",
-            )
-    axis.set_xticks(places, [f"{int(rate):,} Mbit/s" for rate in RATES], fontsize=11)
+
+    def bars(position: int, heights: Sequence[float], **style: Any) -> Any:
+        places = [place + 0.27 * (position - 1) for place in range(len(RATES))]
+        return axis.bar(places, heights, width=0.25, **style)
+
+    label = "stock alltoall, same layout"
+    bars(0, [1] * len(RATES), color=pictures.STOCK_COLOUR, label=label)
+    for position, (layout, (label, colour)) in enumerate(LAYOUTS.items(), 1):
+        medians, *spread = zip(*(ratio(rows, layout, rate) for rate in RATES), strict=True)
+        error = {"elinewidth": 1.2, "ecolor": "#404040", "capsize": 3}
+        drawn = bars(position, medians, yerr=spread, error_kw=error, color=colour, label=label)
+        axis.bar_label(drawn, fmt="{:.1f}x", padding=2, fontsize=11, fontweight="bold")
+    axis.set_xticks(range(len(RATES)), [f"{int(rate):,} Mbit/s" for rate in RATES], fontsize=11)
     axis.set_xlabel("rate between the nodes", fontsize=11)
     axis.set_ylabel("times as fast as stock", fontsize=11)
     axis.set_ylim(0, 4.9)

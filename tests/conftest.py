@@ -32,6 +32,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ForkedRanks]":
 
     cache = str(tmp_path_factory.mktemp("cache"))
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache}):
-        ranks = ForkedRanks("monta_megatron.tools.bench.point")
+        ranks = ForkedRanks("monta_megatron.tools.bench.measure")
     yield ranks
     ranks.close()

@@ -1,7 +1,6 @@
 """Train the quickstart's model with its experts whole and with its experts inside the pipeline.
 
-    MONTA_CPU_RANKS=1 OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 \\
-        .venv/bin/python scripts/quickstart/experts_pipelined.py --iterations 50
+    .venv/bin/python scripts/quickstart/experts_pipelined.py --iterations 50
 
 The experts' intermediate size is 256, so that there is something to hide, and the chain is named.
 """
@@ -9,13 +8,16 @@ The experts' intermediate size is 256, so that there is something to hide, and t
 import argparse
 import sys
 
-from one_run import FOLDER, Run, train
-from prepare_text import prepare, read_texts
-from trainings import OVER_A_NETWORK, megatron_arguments
+from one_run import Run, train
+from trainings import OVER_A_NETWORK
 
-from monta_megatron.tools.compare import interleaved, iteration_ms, largest_difference, speedup
+from monta_megatron.tools.compare import interleaved, largest_difference, speedup
 
-CHAIN, NUM_CHUNKS = "hierarchical_alltoall", 4
+INTER_MBIT = 200.0
+ARGUMENTS = [
+    *("--moe-token-dispatcher-type", "monta", "--moe-ffn-hidden-size", "256"),
+    *("--moe-monta-chain", "hierarchical_alltoall", "--moe-monta-num-chunks", "4"),
+]
 EXPERTS = {"whole": [], "pipelined": ["--moe-monta-overlap-experts"]}
 
 
@@ -24,35 +26,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=50, help="of each (default: 50)")
     parser.add_argument("--pairs", type=int, default=3, help="trainings of each (default: 3)")
-    parser.add_argument("--inter-mbit", type=float, default=200.0, help="(default: 200)")
-    parser.add_argument("--ffn-hidden", type=int, default=256, help="of an expert (default: 256)")
     options = parser.parse_args()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    data = prepare(read_texts([]), FOLDER / "data")
-    arguments = megatron_arguments(OVER_A_NETWORK, data, options.iterations)
-    arguments += ["--moe-ffn-hidden-size", str(options.ffn_hidden)]
-    monta = ["--moe-token-dispatcher-type", "monta", "--moe-monta-chain", CHAIN]
-    monta += ["--moe-monta-num-chunks", str(NUM_CHUNKS)]
     runs: dict[str, list[Run]] = {name: [] for name in EXPERTS}
     for pair, name in interleaved(tuple(EXPERTS), options.pairs):
-        run = train(
-            f"experts-{name}-{pair + 1}",
-            [*monta, *EXPERTS[name]],
-            arguments,
-            options.iterations,
-            options.inter_mbit,
-        )
+        arguments = [*ARGUMENTS, *EXPERTS[name]]
+        label = f"experts-{name}-{pair + 1}"
+        run = train(label, OVER_A_NETWORK, arguments, options.iterations, INTER_MBIT)
         runs[name].append(run)
-        print(
-            f"{name:10}{iteration_ms(run.log):8.0f} ms an iteration, last loss {run.losses[-1]:.6f}"
-        )
     ratio, low, high = speedup(*([run.log for run in runs[name]] for name in EXPERTS))
     interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
     difference = largest_difference(
-        [dict(enumerate(run.losses)) for run in runs["pipelined"]],
-        dict(enumerate(runs["whole"][0].losses)),
+        [run.losses for run in runs["pipelined"]], runs["whole"][0].losses
     )
-    assert difference is not None, "both have every iteration"
     print(
         f"{ratio:.2f} times as fast{interval}, "
         f"largest relative difference of a loss {difference:.1e}"

@@ -7,16 +7,14 @@ compared. Both trainings are Megatron's own, on the same text from the same seed
 
 import argparse
 import json
-import os
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
-from one_run import FOLDER, ROOT, QuickstartError, Run, train
-from prepare_text import prepare, read_texts
-from report import loss_table
+from one_run import FOLDER, QuickstartError, Run, train
 from trainings import (
     NODES,
     ON_ONE_MACHINE,
@@ -24,55 +22,66 @@ from trainings import (
     RANKS_PER_NODE,
     Training,
     dispatcher_arguments,
-    megatron_arguments,
 )
 
+from monta_megatron.cli.parser import Parser
 from monta_megatron.common.files import commit, machine, versions
-from monta_megatron.common.text import size_text
+from monta_megatron.common.rules import positive, whole
+from monta_megatron.common.text import size_text, table
 from monta_megatron.emulation import emulator
-from monta_megatron.tools.compare import Compared, compare, interleaved, largest_difference
+from monta_megatron.tools.compare import compare, interleaved, largest_difference
 
 INTER_MBIT = 100.0
 MIN_ITERATIONS = 8
+NUM_TABLE_ROWS = 10
 # The mean of the last quarter of the losses has to be at most this fraction of the first loss.
 LARGEST_LAST_OVER_FIRST = 0.75
 
 DISPATCHERS = {"monta": "MontaTokenDispatcher", "alltoall": "MoEAlltoAllTokenDispatcher"}
 
-
-def why_no_network() -> str | None:
-    """What keeps this machine from emulating a network, and how to get it; None if nothing does."""
-    try:
-        emulator.unshare_command()
-    except ValueError as error:
-        return str(error)
-    return None
+Runs = Mapping[str, Sequence[Run]]
 
 
-def failures(runs: Sequence[Run], training: Training, iterations: int) -> list[str]:
+def summarise(runs: Runs, training: Training, inter_mbit: float | None) -> dict[str, Any]:
+    """The content of summary.json; times are compared only where there is a network."""
+    monta, alltoall = runs["monta"][0], runs["alltoall"][0]
+    losses = list(monta.losses.values())
+    all_losses = [run.losses for name in runs for run in runs[name]]
+    summary = {
+        "iterations": len(losses),
+        "loss_last_over_first": fmean(losses[-max(1, len(losses) // 4) :]) / losses[0],
+        "max_rel_loss_diff": largest_difference(all_losses, alltoall.losses),
+        "chain": monta.log.chain,
+        "bytes": monta.dispatch["bytes"],
+        "network_bytes": {name: runs[name][0].dispatch["bytes"].get("network") for name in runs},
+        "inter_mbit": inter_mbit,
+        "iteration": None,
+        "model": training.model,
+        "versions": versions(),
+        "machine": machine(),
+        "commit": commit(),
+        "losses": {name: runs[name][0].losses for name in runs},
+    }
+    if inter_mbit is not None:
+        logs = {name: [run.log for run in runs[name]] for name in runs}
+        summary["iteration"] = {
+            name: asdict(compare(name, logs["alltoall"], logs[name])) for name in runs
+        }
+    return summary
+
+
+def failures(runs: Runs, training: Training, summary: Mapping[str, Any]) -> list[str]:
     """The results that are not as they have to be, one line each."""
-    failed = []
-    for run in runs:
-        expected = DISPATCHERS[run.dispatcher]
-        if run.dispatch["dispatcher"] != [expected]:
-            ran = " and ".join(run.dispatch["dispatcher"]) or "no dispatcher"
-            failed.append(f"{run.dispatcher}: {ran} ran, must be {expected}")
-        if len(run.losses) != iterations:
-            failed.append(
-                f"{run.dispatcher}: {len(run.losses)} losses recorded, must be {iterations}"
-            )
-    monta = first(runs, "monta")
-    if len(monta.dispatch["chain"]) != 1 or len(monta.dispatch["num_chunks"]) != 1:
-        failed.append(f"monta: layers or ranks differ: {monta.dispatch}")
-    if monta.dispatch["bytes"]["inter"] == 0:
-        failed.append("monta: no bytes moved between the nodes")
-    difference = max_loss_difference(runs)
-    if not difference <= training.largest_difference:
-        failed.append(
-            f"losses differ by a relative {difference:.2g}, must be at most "
-            f"{training.largest_difference:g}"
-        )
-    ratio = last_over_first(monta.losses)
+    failed = [
+        f"{name}: {' and '.join(run.dispatch['dispatcher'])} ran, must be {DISPATCHERS[name]}"
+        for name in runs
+        for run in runs[name]
+        if run.dispatch["dispatcher"] != [DISPATCHERS[name]]
+    ]
+    difference, most = summary["max_rel_loss_diff"], training.largest_difference
+    if not difference <= most:
+        failed.append(f"losses differ by a relative {difference:.2g}, must be at most {most:g}")
+    ratio = summary["loss_last_over_first"]
     if not ratio <= LARGEST_LAST_OVER_FIRST:
         failed.append(
             f"the model does not learn: the last losses are {ratio:.3f} of the first, must be at "
@@ -81,169 +90,81 @@ def failures(runs: Sequence[Run], training: Training, iterations: int) -> list[s
     return failed
 
 
-def first(runs: Sequence[Run], dispatcher: str) -> Run:
-    """The first training with a dispatcher."""
-    return next(run for run in runs if run.dispatcher == dispatcher)
-
-
-def max_loss_difference(runs: Sequence[Run]) -> float:
-    """Of all losses, from those of the first training with stock's dispatcher."""
-    stock = dict(enumerate(first(runs, "alltoall").losses))
-    difference = largest_difference([dict(enumerate(run.losses)) for run in runs], stock)
-    assert difference is not None, "stock's own losses are among them"
-    return difference
-
-
-def last_over_first(losses: Sequence[float]) -> float:
-    """The mean of the last quarter of the losses over the first one."""
-    last = losses[-max(1, len(losses) // 4) :]
-    return sum(last) / len(last) / losses[0]
-
-
-def summarise(
-    runs: Sequence[Run], training: Training, inter_mbit: float | None, failed: list[str]
-) -> dict[str, Any]:
-    """The content of summary.json; times are compared only where there is a network."""
-    monta, alltoall = first(runs, "monta"), first(runs, "alltoall")
-    logs = {name: [run.log for run in runs if run.dispatcher == name] for name in DISPATCHERS}
-    return {
-        "passed": not failed,
-        "failures": failed,
-        "iterations": len(monta.losses),
-        "loss_first": monta.losses[0],
-        "loss_last": monta.losses[-1],
-        "loss_last_over_first": last_over_first(monta.losses),
-        "max_rel_loss_diff": max_loss_difference(runs),
-        "dispatcher": monta.dispatch["dispatcher"][0],
-        "chain": monta.dispatch["chain"][0],
-        "num_chunks": monta.dispatch["num_chunks"][0],
-        "bytes": monta.dispatch["bytes"],
-        "inter_mbit": inter_mbit,
-        "network_bytes": None
-        if inter_mbit is None
-        else {run.dispatcher: run.dispatch["network_bytes"] for run in (monta, alltoall)},
-        "iteration": None
-        if inter_mbit is None
-        else iteration_times(*(compare(name, logs["alltoall"], logs[name]) for name in logs)),
-        "model": training.model,
-        "sizes": " ".join(training.sizes.split()),
-        "layout": {
-            "world_size": NODES * RANKS_PER_NODE,
-            "nodes": NODES,
-            "ranks_per_node": RANKS_PER_NODE,
-        },
-        "seconds": {run.dispatcher: round(run.seconds, 1) for run in (monta, alltoall)},
-        "versions": versions(),
-        "machine": machine(),
-        "commit": commit(),
-        "losses": {"monta": monta.losses, "alltoall": alltoall.losses},
-        "runs": [
-            {"dispatcher": run.dispatcher, "times_ms": list(run.log.times_ms.values())}
-            for run in runs
-        ],
-    }
-
-
-def iteration_times(monta: Compared, alltoall: Compared) -> dict[str, Any]:
-    """Medians, and alltoall's over monta's with its 95% interval over the pairs."""
-    return {
-        "monta_ms": monta.iteration_ms,
-        "alltoall_ms": alltoall.iteration_ms,
-        "ratio": monta.ratio,
-        "ratio_low": monta.ratio_low,
-        "ratio_high": monta.ratio_high,
-    }
-
-
-def closing_text(summary: dict[str, Any]) -> str:
+def closing_text(summary: Mapping[str, Any]) -> str:
     """The table of losses, and what it was measured on."""
-    difference = summary["max_rel_loss_diff"]
-    chunks = f"{summary['num_chunks']} chunk" + "s" * (summary["num_chunks"] != 1)
+    losses, sent, times = summary["losses"], summary["network_bytes"], summary["iteration"]
+    step = max(1, summary["iterations"] // NUM_TABLE_ROWS)
+    # Loss minus loss, not rounded: 0 is printed only where the two are the same number.
+    rows = [
+        (iteration, f"{monta:.6f}", f"{alltoall:.6f}", f"{monta - alltoall:.3g}")
+        for iteration, monta in losses["monta"].items()
+        for alltoall in [losses["alltoall"][iteration]]
+        if iteration == 1 or iteration % step == 0
+    ]
+    if times is None:
+        network = "no network between them"
+        num_bytes = f"{size_text(summary['bytes']['inter'])} with monta"
+    else:
+        network = f"joined at {summary['inter_mbit']:g} Mbit/s (emulated)"
+        num_bytes = ", ".join(f"{size_text(sent[name])} with {name}" for name in sent)
     lines = [
-        loss_table(summary["losses"]["monta"], summary["losses"]["alltoall"]),
+        table([">iteration", ">monta", ">alltoall", ">difference"], rows),
         "",
         f"model       {summary['model']}",
-        f"chain       {summary['chain']}, {chunks}",
+        f"chain       {summary['chain']}",
+        f"nodes       {NODES} x {RANKS_PER_NODE} CPU ranks, {network}",
+        f"bytes sent  between nodes {num_bytes}",
     ]
-    if summary["iteration"] is None:
-        sent = summary["bytes"]
+    if times is not None:
         lines += [
-            f"nodes       {NODES} x {RANKS_PER_NODE} CPU ranks, no network between them",
-            f"bytes sent  {sent['inter']:,} between nodes, {sent['intra']:,} inside",
-        ]
-    else:
-        times, sent = summary["iteration"], summary["network_bytes"]
-        lines += [
-            f"nodes       {NODES} x {RANKS_PER_NODE} CPU ranks, joined at "
-            f"{summary['inter_mbit']:g} Mbit/s (emulated)",
-            f"bytes sent  between nodes {size_text(sent['monta'])} with monta, "
-            f"{size_text(sent['alltoall'])} with alltoall",
-            f"iteration   {times['monta_ms']:,.0f} ms with monta, {times['alltoall_ms']:,.0f} ms "
-            f"with alltoall: {times['ratio']:.2f} times as fast",
+            "iteration   "
+            + ", ".join(f"{times[name]['iteration_ms']:,.0f} ms with {name}" for name in times)
+            + f": {times['monta']['ratio']:.2f} times as fast"
         ]
     lines += [
-        f"loss        largest relative difference {difference:.2g}; "
+        f"loss        largest relative difference {summary['max_rel_loss_diff']:.2g}; "
         f"{summary['loss_last_over_first'] - 1:+.0%} from first to last",
-        f"summary     {(FOLDER / 'summary.json').relative_to(ROOT)}",
+        "summary     runs/quickstart/summary.json",
     ]
     return "\n" + "\n".join(lines)
 
 
-def quickstart(
-    texts: Sequence[bytes], iterations: int | None, pairs: int, inter_mbit: float | None
-) -> None:
-    """Prepare, train with each dispatcher in turn, compare.
+def quickstart(iterations: int | None, pairs: int, inter_mbit: float | None) -> None:
+    """Train with each dispatcher in turn, compare.
 
     Raises:
         QuickstartError: a training failed, or a check did.
     """
     training = ON_ONE_MACHINE if inter_mbit is None else OVER_A_NETWORK
     iterations = iterations or training.iterations
-    FOLDER.mkdir(parents=True, exist_ok=True)
     summary_path = FOLDER / "summary.json"
     summary_path.unlink(missing_ok=True)
-    data_prefix = prepare(texts, FOLDER / "data")
-    print(f"text: {len(texts)} documents, {sum(map(len, texts)):,} bytes", flush=True)
-    arguments = megatron_arguments(training, data_prefix, iterations)
-    runs = [
-        train(
-            name if pair == 0 else f"{name}-{pair + 1}",
-            dispatcher_arguments(training, name),
-            arguments,
-            iterations,
-            inter_mbit,
-        )
-        for pair, name in interleaved(tuple(DISPATCHERS), pairs)
-    ]
-    failed = failures(runs, training, iterations)
-    summary = summarise(runs, training, inter_mbit, failed)
-    summary_path.write_text(json.dumps(summary, indent=2) + "\n")
-    print(closing_text(summary), flush=True)
+    runs: dict[str, list[Run]] = {name: [] for name in DISPATCHERS}
+    for pair, name in interleaved(tuple(DISPATCHERS), pairs):
+        arguments = dispatcher_arguments(training, name)
+        run = train(f"{name}-{pair + 1}", training, arguments, iterations, inter_mbit)
+        runs[name].append(run)
+    summary = summarise(runs, training, inter_mbit)
+    failed = failures(runs, training, summary)
+    summary_path.write_text(json.dumps(summary | {"failures": failed}, indent=2) + "\n")
     if failed:
         raise QuickstartError("\n".join(failed))
+    print(closing_text(summary), flush=True)
 
 
 def read_arguments() -> argparse.Namespace:
     """The command line, checked; a mistake ends the program with status 2."""
-    parser = argparse.ArgumentParser(prog="quickstart.sh", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--text",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="UTF-8 text to train on (default: the documentation that Python itself contains)",
-    )
+    parser = Parser(prog="quickstart.sh", description=__doc__)
     parser.add_argument(
         "--iterations",
-        type=int,
+        type=whole(MIN_ITERATIONS),
         help=f"of each training (default: {OVER_A_NETWORK.iterations}, "
         f"{ON_ONE_MACHINE.iterations} without a network)",
     )
-    parser.add_argument("--pairs", type=int, default=1, help="trainings of each (default: 1)")
+    parser.add_argument("--pairs", type=whole(1), default=1, help="trainings of each (default: 1)")
     parser.add_argument(
         "--inter-mbit",
-        type=float,
+        type=positive,
         default=INTER_MBIT,
         metavar="R",
         help="rate between the emulated nodes, in 1e6 bits per second (default: %(default)g)",
@@ -251,20 +172,16 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--no-network", action="store_true", help="compare losses only, as where none is emulated"
     )
-    options = parser.parse_args()
-    if options.iterations is not None and options.iterations < MIN_ITERATIONS:
-        parser.error(f"--iterations: got {options.iterations}, must be >= {MIN_ITERATIONS}")
-    if options.pairs < 1:
-        parser.error(f"--pairs: got {options.pairs}, must be >= 1")
-    if not options.inter_mbit >= 1:
-        parser.error(f"--inter-mbit: got {options.inter_mbit:g}, must be >= 1")
-    if os.environ.get("MONTA_CPU_RANKS") != "1":
-        parser.error("MONTA_CPU_RANKS: must be 1; start scripts/quickstart.sh, which sets it")
+    return parser.parse_args()
+
+
+def why_no_network() -> str | None:
+    """Why this machine cannot emulate a network, and how to get it; None if it can."""
     try:
-        options.text = read_texts(options.text)
+        emulator.unshare_command()
     except ValueError as error:
-        parser.error(str(error))
-    return options
+        return str(error)
+    return None
 
 
 def main() -> int:
@@ -272,11 +189,11 @@ def main() -> int:
     # A terminated quickstart ends its ranks, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     reason = "--no-network" if options.no_network else why_no_network()
-    inter_mbit = None if reason else options.inter_mbit
     if reason:
         print(f"no network is emulated, so losses are compared and not times: {reason}", flush=True)
     try:
-        quickstart(options.text, options.iterations, options.pairs, inter_mbit)
+        inter_mbit = None if reason else options.inter_mbit
+        quickstart(options.iterations, options.pairs, inter_mbit)
     except QuickstartError as error:
         print(f"quickstart: FAILED: {error}", file=sys.stderr)
         return 1

@@ -1,22 +1,28 @@
 """Start one training of the quickstart, follow it, and read what it leaves."""
 
 import json
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from report import ShowProgress, progress
-from trainings import NODES, RANKS_PER_NODE
+from prepare_text import prepare, python_documentation
+from trainings import NODES, RANKS_PER_NODE, Training, megatron_arguments
 
-from monta_megatron.common.torchrun import cause_of
+from monta_megatron.common.torchrun import why_ended
 from monta_megatron.tools.launch.log import RunLog, read_log
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "runs" / "quickstart"
+FOLDER = Path(__file__).resolve().parents[2] / "runs" / "quickstart"
+ENVIRONMENT = {
+    "MONTA_CPU_RANKS": "1",
+    # One thread per rank, or else the ranks compete for the cores.
+    "OMP_NUM_THREADS": "1",
+    # Megatron requires it for tensor parallelism.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
 
 
 class QuickstartError(Exception):
@@ -25,107 +31,85 @@ class QuickstartError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one training left.
+    """Results of one training.
 
     Attributes:
-        dispatcher: "monta" or "alltoall".
-        losses: unrounded, one per iteration.
-        dispatch: "dispatcher", "chain" and "num_chunks", each the list of distinct values over
-            layers and ranks; "bytes" sent by resource, over all ranks, as the chain counts them;
-            "network_bytes" that the emulated NICs counted, or None.
-        routing: a hash of all tokens' experts per iteration, if they were recorded.
+        losses: iteration -> loss, unrounded.
+        dispatch: "dispatcher", the classes that ran, and "bytes" that all ranks sent: "inter" and
+            "intra" as our chains count them, "network" as emulated NICs do; none without a count.
         log: what Megatron printed.
-        seconds: from start to end.
     """
 
-    dispatcher: str
-    losses: list[float]
+    losses: dict[int, float]
     dispatch: dict[str, Any]
-    routing: list[str]
     log: RunLog
-    seconds: float
 
 
 def train(
     name: str,
-    dispatcher: Sequence[str],
+    training: Training,
     arguments: Sequence[str],
     iterations: int,
     inter_mbit: float | None = None,
 ) -> Run:
-    """Train with one dispatcher on four CPU ranks that are two nodes.
+    """Train on four CPU ranks that are two nodes.
 
     Args:
         name: name of the log and the record.
-        dispatcher: the arguments that choose it.
-        arguments: all others; of one that is given twice, the last one counts.
-        iterations: iterations of the training, for the lines of progress.
+        training: the model and its layout.
+        arguments: Megatron's, of the dispatcher; they win over those of the training.
+        iterations: of the training.
         inter_mbit: the rate between nodes on an emulated cluster; None for torchrun without one.
 
     Raises:
         QuickstartError: the training failed; the text holds the ranks' errors.
     """
+    # For this process too, which imports Megatron to prepare the data.
+    os.environ.update(ENVIRONMENT)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     log, record = FOLDER / f"{name}.log", FOLDER / f"{name}.jsonl"
     record.write_text("")
-    launcher = ["-m", "monta_megatron.common.torchrun", "--standalone"]
+    launcher = ["monta_megatron.common.torchrun", "--standalone"]
     launcher += ["--nproc-per-node", str(NODES * RANKS_PER_NODE)]
     if inter_mbit is not None:
-        launcher = ["-m", "monta_megatron", "emulate", "--nodes", str(NODES)]
-        launcher += ["--ranks-per-node", str(RANKS_PER_NODE), "--inter-mbit", f"{inter_mbit:g}"]
-        launcher += ["--"]
+        launcher = ["monta_megatron", "emulate", "--nodes", str(NODES)]
+        launcher += ["--ranks-per-node", str(RANKS_PER_NODE)]
+        launcher += ["--inter-mbit", f"{inter_mbit:g}", "--"]
+    data = prepare(python_documentation(), FOLDER / "data")
     command = [
-        *(sys.executable, *launcher),
-        *(str(Path(__file__).with_name("train.py")), "--record", str(record)),
-        *dispatcher,
-        *arguments,
+        *(sys.executable, "-m", *launcher, str(Path(__file__).with_name("train.py"))),
+        *("--record", str(record), *megatron_arguments(training, data, iterations), *arguments),
     ]
-    start = time.monotonic()
-    with log.open("w") as output:
-        # A session of its own: Ctrl-C reaches only this process, which ends the ranks in order.
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            _follow(process, record, progress(name, iterations))
-        finally:
-            # Also ends the ranks if this process is interrupted.
-            process.terminate()
-            process.wait()
-    entries = _read_record(record)
-    if process.returncode != 0:
-        raise QuickstartError(f"training with {name} failed\n{_why(log)}\nlog: {log}")
-    return Run(
-        dispatcher=dispatcher[1],
-        losses=[entry["loss"] for entry in entries if "loss" in entry],
-        dispatch=entries[-1],
-        routing=[entry["routing"] for entry in entries if "routing" in entry],
-        log=read_log(log.read_text(errors="replace")),
-        seconds=time.monotonic() - start,
+    print(f"{name:<12}  starting", flush=True)
+    # A session of its own: Ctrl-C reaches only this process, which ends the ranks in order.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
-
-
-def _follow(process: subprocess.Popen[bytes], record: Path, show: ShowProgress) -> None:
-    finished = 0
-    running = True
-    while running:
-        # Polled before the record is read, so that its last lines are not missed.
-        running = process.poll() is None
-        losses = [entry["loss"] for entry in _read_record(record) if "loss" in entry]
-        if len(losses) > finished:
-            finished = len(losses)
-            show(finished, losses[-1])
-        if running:
-            time.sleep(0.2)
-
-
-def _read_record(record: Path) -> list[dict[str, Any]]:
-    """What train.py has written so far."""
-    # A line that is still being written has no end yet.
-    lines = record.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _why(log: Path) -> str:
-    """The error that ended the ranks; the log's end where there is none."""
-    lines = log.read_text(errors="replace").splitlines()
-    return cause_of(lines) or "\n".join(lines[-5:])
+    assert process.stdout is not None
+    try:
+        with log.open("w", buffering=1) as output:
+            for line in process.stdout:
+                output.write(line)
+                iteration = read_log(line).last_iteration
+                if iteration is not None and iteration % max(1, iterations // 10) == 0:
+                    print(f"{name:<12}  iteration {iteration}/{iterations}", flush=True)
+        status = process.wait()
+    finally:
+        # Also ends the ranks if this process is interrupted.
+        process.terminate()
+        process.wait()
+    if status != 0:
+        raise QuickstartError(f"{name} failed, {why_ended(status, log)}; log: {log}")
+    *losses, dispatch = map(json.loads, record.read_text().splitlines())
+    if len(losses) != iterations:
+        raise QuickstartError(f"{name}: {len(losses)} losses recorded, must be {iterations}")
+    return Run(
+        losses={entry["iteration"]: entry["loss"] for entry in losses},
+        dispatch=dispatch,
+        log=read_log(log.read_text(errors="replace")),
+    )

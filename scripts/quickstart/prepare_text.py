@@ -4,7 +4,6 @@ UTF-8 never contains the byte 255, so it ends each document, and 256 ids are the
 what Megatron's NullTokenizer assumes with `--vocab-size 256`. No tokenizer has to be downloaded.
 """
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,41 +12,20 @@ VOCAB_SIZE = 256
 END_OF_DOCUMENT = 255
 
 
-def read_texts(files: Sequence[Path]) -> list[bytes]:
-    """The documents to train on: `files`, or else the English prose that ships with Python.
+def python_documentation() -> list[bytes]:
+    """The English prose that ships with Python."""
+    from pydoc_data.topics import topics
 
-    Raises:
-        ValueError: a file cannot be read, is not UTF-8, or is empty.
-    """
-    if not files:
-        from pydoc_data.topics import topics
-
-        return [topics[name].encode() for name in sorted(topics)]
-    texts = []
-    for path in files:
-        try:
-            text = path.read_bytes()
-            text.decode()
-        except OSError as error:
-            raise ValueError(f"--text: {path}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--text: {path}: must be UTF-8 text: {error}") from None
-        if not text.strip():
-            raise ValueError(f"--text: {path}: is empty, must hold text to train on")
-        texts.append(text)
-    return texts
+    return [topics[name].encode() for name in sorted(topics)]
 
 
 def prepare(texts: Sequence[bytes], folder: Path) -> Path:
-    """Write `texts` as an indexed dataset under `folder`, unless it is there already.
+    """Write `texts` as an indexed dataset under `folder`, unless one is there already.
 
     Returns:
-        The prefix that `--data-path` takes; its name is the hash of the texts.
+        The prefix that `--data-path` takes.
     """
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text + bytes([END_OF_DOCUMENT]))
-    prefix = folder / f"text-{digest.hexdigest()[:12]}"
+    prefix = folder / "text"
     # The index is written last, so that it marks a dataset that is complete.
     index = prefix.with_suffix(".idx")
     if index.exists():

@@ -6,10 +6,10 @@ every iteration, then what dispatched the tokens and the bytes it sent. On an em
 bytes that its network has carried are noted too.
 """
 
-import hashlib
 import json
 import os
 from argparse import ArgumentParser
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,8 @@ Batch = dict[str, torch.Tensor]
 class Record:
     """The run's record: every rank calls its methods, one rank writes each line."""
 
-    def __init__(self, path: Path, with_routing: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._routing = hashlib.sha256() if with_routing else None
         self._iteration = 0
         self._micro_batches: list[torch.Tensor] = []
         self._dispatchers: list[Any] = []
@@ -46,19 +45,13 @@ class Record:
 
     def find_dispatchers(self, model: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Keep the token dispatchers of the model that Megatron has built."""
-        layers = [
-            module for chunk in model for module in chunk.modules() if isinstance(module, MoELayer)
+        self._dispatchers = [
+            module.token_dispatcher
+            for chunk in model
+            for module in chunk.modules()
+            if isinstance(module, MoELayer)
         ]
-        self._dispatchers = [layer.token_dispatcher for layer in layers]
-        if self._routing is not None:
-            for layer in layers:
-                layer.router.register_forward_hook(self._note_choices)
         return model
-
-    def _note_choices(self, router: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        _, routing_map = outputs  # [T, E] bool
-        assert self._routing is not None
-        self._routing.update(routing_map.cpu().numpy().tobytes())
 
     def loss(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Note a micro-batch; after an iteration's last one, its mean loss per token.
@@ -75,32 +68,21 @@ class Record:
         dist.all_reduce(totals, group=data_parallel)
         if data_parallel.rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0:
             self._write({"iteration": self._iteration, "loss": totals[0].item() / totals[1].item()})
-        if self._routing is not None:
-            by_rank: list[str] = [""] * dist.get_world_size()
-            dist.all_gather_object(by_rank, self._routing.hexdigest())
-            if dist.get_rank() == 0:
-                digest = hashlib.sha256("".join(by_rank).encode()).hexdigest()
-                self._write({"routing": digest})
 
     def dispatch(self) -> None:
-        """Note which dispatchers ran, and the bytes that they sent on all ranks."""
-        mine = [_describe(dispatcher) for dispatcher in self._dispatchers]
-        nic_bytes = _sent_by_this_node() - self._nic_bytes_before
+        """Note which dispatchers ran, and the bytes that all ranks sent."""
+        names = {type(dispatcher).__name__ for dispatcher in self._dispatchers}
+        sent = Counter(network=_sent_by_this_node() - self._nic_bytes_before)
+        for dispatcher in self._dispatchers:
+            if hasattr(dispatcher, "monitor"):  # Stock's dispatchers do not count.
+                sent.update(dispatcher.monitor.bytes_by_resource())
         by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, (mine, nic_bytes))
-        layers = [layer for rank, _ in by_rank for layer in rank]
-        num_bytes = {
-            resource: sum(layer["bytes"][resource] for layer in layers)
-            for resource in ("inter", "intra")
-        }
-        # What differs between layers or ranks stays visible: every distinct value is listed.
-        distinct = {
-            key: sorted({layer[key] for layer in layers}, key=str)
-            for key in ("dispatcher", "chain", "num_chunks")
-        }
+        dist.all_gather_object(by_rank, (names, sent))
         if dist.get_rank() == 0:
-            network_bytes = sum(nic_bytes for _, nic_bytes in by_rank)
-            self._write({**distinct, "bytes": num_bytes, "network_bytes": network_bytes or None})
+            for other_names, other_sent in by_rank[1:]:
+                names |= other_names
+                sent += other_sent
+            self._write({"dispatcher": sorted(names), "bytes": sent})
 
     def _write(self, entry: dict[str, Any]) -> None:
         with self._path.open("a") as file:
@@ -111,17 +93,6 @@ def _sent_by_this_node() -> int:
     """Bytes that the NICs of an emulated node have sent; the first rank on it counts them."""
     cluster = EmulatedCluster.from_environment()
     return 0 if cluster is None or os.environ["LOCAL_RANK"] != "0" else cluster.sent_bytes()
-
-
-def _describe(dispatcher: Any) -> dict[str, Any]:
-    """One layer's dispatcher; stock's have neither a chain nor a count of their bytes."""
-    choice = getattr(dispatcher, "choice", None)
-    return {
-        "dispatcher": type(dispatcher).__name__,
-        "chain": choice.chain if choice else None,
-        "num_chunks": choice.num_chunks if choice else None,
-        "bytes": dispatcher.monitor.bytes_by_resource() if choice else {"inter": 0, "intra": 0},
-    }
 
 
 def loss_func(
@@ -176,17 +147,12 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 def _add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--record", type=Path, required=True, help="JSON lines of this run.")
-    parser.add_argument(
-        "--record-routing",
-        action="store_true",
-        help="Also a hash of all choices up to each iteration; without pipeline parallelism.",
-    )
     return parser
 
 
 def main() -> None:
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
-    record = Record(args.record, with_routing=args.record_routing)
+    record = Record(args.record)
     model_config = gpt_config_from_args(args)
     model_config.post_wrap_hooks.append(record.find_dispatchers)
     pretrain(

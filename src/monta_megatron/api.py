@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from monta_megatron.integration.statistics import LayerStatistics
+    from monta_megatron.integration.layer import LayerStatistics
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.planner.models.model import Model
     from monta_megatron.planner.plan import Plan
@@ -50,9 +50,9 @@ def statistics() -> list[LayerStatistics]:
     exists.
     """
     # Nothing has built a layer without this; then torch need not be there either.
-    if "monta_megatron.integration.ranks" not in sys.modules:
+    if "monta_megatron.integration.layer" not in sys.modules:
         return []
-    from monta_megatron.integration.statistics import layer_statistics
+    from monta_megatron.integration.layer import layer_statistics
 
     return layer_statistics()
 

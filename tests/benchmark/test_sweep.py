@@ -11,8 +11,8 @@ from typing import Any
 import golden
 import pytest
 from interrupts import started, wait_for
-from summary import measured_points, points_by_size, summarise
-from sweep import Results, read_sweep
+from summary import measured_points, summarise, summary_text
+from sweep import is_measured, read_reports, read_sweep
 from test_bench_numbers import BASE
 from test_bench_numbers import row as bench_row
 
@@ -104,7 +104,7 @@ SLOWER = report(
 
 
 def test_summary_of_hand_made_points() -> None:
-    figures = summarise([REGRETTED, SLOWER])
+    figures = summarise(measured_points([REGRETTED, SLOWER]))
     assert figures["regret_points"] == 2
     assert figures["regret_median"] == pytest.approx(1.05)
     assert figures["regret_worst"] == pytest.approx(1.1)
@@ -114,51 +114,60 @@ def test_summary_of_hand_made_points() -> None:
     assert figures["error_largest"] == pytest.approx(0.3)
     assert (figures["auto_points"], figures["auto_lost"]) == (2, 1)
     assert (figures["auto_alltoall_points"], figures["auto_alltoall_ratio_median"]) == (1, 0.95)
+    text = summary_text([REGRETTED, SLOWER])
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert rows[2] == [
+        *("512", "hierarchical_alltoall x1", "400.0", "108.0", "1.00", "108.0 to 108.0"),
+        *("alltoall_dedup x1", "1.100", "15"),
+    ]
+    assert [row[:4] for row in rows[6:]] == [
+        ["512", "+30%", "-", "-"],
+        ["128", "+0%", "-", "-"],
+    ]
 
-    first, second = measured_points([REGRETTED, SLOWER])
-    assert points_by_size([first, second]) == [second, first]
 
-
-def test_without_predictions_there_is_nothing_to_regret() -> None:
-    plain = report(row("megatron", "alltoall", 4.0), row("monta", "alltoall", 4.0))
-    assert summarise([plain])["regret_points"] == 0
+def test_without_an_alternative_there_is_nothing_to_regret() -> None:
+    plain = report(row("megatron", "alltoall", 4.0), row("monta", "alltoall", 4.0, chosen=True))
+    assert summarise(measured_points([plain]))["regret_points"] == 0
+    assert "Regret" not in summary_text([plain])
 
 
 def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    for text, rule in (
-        ('{"rows": []}', "line 1 is no report of monta bench"),
-        ("nothing", "must hold one JSON document per line"),
-    ):
+    for text in ('{"rows": []}', "nothing"):
         path.write_text(f"{text}\n")
-        assert f"out.jsonl: {rule}" in golden.refusal(Results.open, path)
+        line = golden.refusal(read_reports, path)
+        assert line == f"{path}: line 1 is no report of monta bench"
 
 
-def test_results_hold_a_point_of_the_same_settings_and_cluster(tmp_path: Path) -> None:
+def test_a_point_is_measured_with_the_same_settings_and_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     settings = parse_settings(BASE, 4)
     emulated = EmulatedCluster(nodes=2, ranks_per_node=2, inter_mbit=500)
-    Results.open(tmp_path / "out.jsonl").add(
-        {
-            "meta": {
-                "settings": strict_yaml.plain(settings),
-                "emulated_cluster": vars(emulated),
-                "inter_rate_ratio": 1.0,
-            },
-            "rows": [],
-        }
-    )
-    results = Results.open(tmp_path / "out.jsonl")
-    assert results.holds(settings, emulated)
-    assert not results.holds(settings, replace(emulated, inter_mbit=1000))
-    assert not results.holds(settings, None)
-    assert not results.holds(settings, emulated, inter_rate_ratio=2.0)
-    assert not results.holds(replace(settings, tokens=5), emulated)
+    meta = {
+        "settings": strict_yaml.plain(settings),
+        "emulated_cluster": vars(emulated),
+        "inter_rate_ratio": 1.0,
+    }
+    reports = [{"meta": meta, "rows": []}]
+
+    def emulate(cluster: EmulatedCluster | None) -> None:
+        monkeypatch.setattr(EmulatedCluster, "from_environment", lambda: cluster)
+
+    emulate(emulated)
+    assert is_measured(reports, settings)
+    assert not is_measured(reports, settings, inter_rate_ratio=2.0)
+    assert not is_measured(reports, replace(settings, tokens=5))
+    for other in (replace(emulated, inter_mbit=1000), None):
+        emulate(other)
+        assert not is_measured(reports, settings)
 
 
 @pytest.mark.timeout(2 * LIMIT_S + 60)
 def test_killed_sweep_goes_on(tmp_path: Path) -> None:
     """Three points, two layouts: killed behind the first, then finished."""
-    flags = "repeats: 2, warmup: 1, phase: forward_backward, stock: alltoall"
+    flags = "repeats: 2, phase: forward_backward, stock: alltoall"
     chains = "chains: [alltoall, hierarchical_allgather, auto]"
     headline = HEADLINE.replace("num-chunks", f"{flags}, {chains}, num-chunks")
     out = tmp_path / "out.jsonl"
@@ -168,7 +177,7 @@ def test_killed_sweep_goes_on(tmp_path: Path) -> None:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
         *(SCRIPT, "--ranks-per-node", "2"),
         *("--sweep", sweep_file(tmp_path, "[{}, {tp: 2}, {tokens: 8}]", headline)),
-        *("--out", str(out), "--cluster", cluster, "--inter-rate-ratio", "0.5", "--json"),
+        *("--out", str(out), "--cluster", cluster, "--inter-rate-ratio", "0.5"),
     ]
     # Step 1: kill it behind the first point.
     with started(command[1:], tmp_path, MONTA_CPU_RANKS="1") as (process, _):
@@ -185,17 +194,16 @@ def test_killed_sweep_goes_on(tmp_path: Path) -> None:
     assert f"{len(kept)} of 3 points kept from before" in done.stderr
     lines = out.read_text().splitlines(keepends=True)
     assert lines[: len(kept)] == kept
-    document = json.loads(done.stdout)
-    assert document["reports"] == [json.loads(line) for line in lines]
-    settings = [report["meta"]["settings"] for report in document["reports"]]
+    reports = [json.loads(line) for line in lines]
+    settings = [report["meta"]["settings"] for report in reports]
     assert [(point["etp"], point["tokens"]) for point in settings] == [(1, 4), (2, 4), (1, 8)]
-    summary = document["summary"]
+    summary = summarise(measured_points(reports))
     assert (summary["regret_points"], summary["auto_points"]) == (3, 3)
     assert summary["regret_median"] >= 1
     # One chunk of alltoall, 1 and 3 of the other, and perhaps what auto chose.
     assert 3 * 3 <= summary["predictions"] <= 3 * 4
 
-    # Step 3: tables and pictures from the file, without a launch.
+    # Step 3: tables and the picture from the file, without a launch.
     result = subprocess.run(
         [sys.executable, SCRIPT, "--report", str(out), "--plot", str(tmp_path)],
         capture_output=True,
@@ -203,6 +211,5 @@ def test_killed_sweep_goes_on(tmp_path: Path) -> None:
         timeout=60,
     )
     assert result.returncode == 0, result.stderr
-    assert "## Regret" in result.stdout and "rate over calibrated 0.5" in result.stdout
-    for name in ("time_by_size", "predicted"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert result.stdout == done.stdout and "rate over calibrated 0.5" in result.stdout
+    assert (tmp_path / "predicted.png").read_bytes().startswith(b"\x89PNG")

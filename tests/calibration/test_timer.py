@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_fit import LAYOUT
 
-from monta_megatron.calibration import command, operations, timer
+from monta_megatron.calibration import command, timer
 from monta_megatron.calibration.tasks import (
     LEAST_SIZES,
     NUM_COPIES,
@@ -216,18 +216,18 @@ def test_messages_by_hand(
 
     started: list[Any] = []
     for name in ("start_all_gather", "start_all_to_all"):
-        monkeypatch.setattr(operations, name, start)
+        monkeypatch.setattr(timer, name, start)
     resource, operation, size = key
     any_group: Any = None
     group = PeerGroup(name="", process_group=any_group, size=size, rank=0, nodes=(0, 1))
-    starter = operations.starter_of({(resource, size): group}, torch.device("cpu"), fused=False)
+    starter = timer.starter_of({(resource, size): group}, torch.device("cpu"), fused=False)
     starter(Point(operation=operation, resource=resource, group_size=2, num_rows=3, row_bytes=16))()
     assert started == [rows]
 
 
 @pytest.mark.parametrize(("operation", "value"), [("copy", 1), ("sum", NUM_COPIES)])
 def test_rows_arrive_in_memory(operation: Any, value: float) -> None:
-    starter = operations.starter_of({}, torch.device("cpu"), fused=False)
+    starter = timer.starter_of({}, torch.device("cpu"), fused=False)
     point = Point(operation=operation, resource="memory", group_size=1, num_rows=5, row_bytes=4096)
     wait = starter(point)()
     results: Any = wait()

@@ -11,9 +11,9 @@ from dispatchers import in_interpreter, run_phases
 from exchanges import uninitialised_memory_is_nan
 from layers import Case, build_layer, make_batch, same_on_all_ranks
 
-from monta_megatron.chains.counts import HEADER_SIZE
+from monta_megatron.chains.chain import HEADER_SIZE
 from monta_megatron.chains.program import Kind, Operation
-from monta_megatron.exchange import copies, count_messages, operations, sums
+from monta_megatron.exchange import count_messages, operations, rows
 from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.integration import first_use
@@ -147,12 +147,12 @@ def rotate_peers(stage: str) -> AbstractContextManager[Any]:
 @contextmanager
 def sum_backwards(stage: str) -> Iterator[None]:
     """Sums of one stage are made in descending order."""
-    original, table, stages = sums.sum_rows, operations.OPERATIONS, [""]
+    original, table, stages = rows.sum_rows, operations.OPERATIONS, [""]
 
-    def descending(rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    def descending(terms: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         if stages[-1] != stage:
-            return original(rows, order, starts)
-        return original(rows, order.flip(0), len(order) - starts.flip(0)).flip(0)
+            return original(terms, order, starts)
+        return original(terms, order.flip(0), len(order) - starts.flip(0)).flip(0)
 
     def noting_stage(kind: Kind) -> Callable[[Buffers, Operation], operations.Works]:
         def noted(
@@ -164,11 +164,7 @@ def sum_backwards(stage: str) -> Iterator[None]:
         return noted
 
     changed = {kind: noting_stage(kind) for kind in table}
-    with (
-        mock.patch.dict(table, changed),
-        mock.patch.object(copies, "sum_rows", descending),
-        mock.patch.object(sums, "sum_rows", descending),
-    ):
+    with mock.patch.dict(table, changed), mock.patch.object(rows, "sum_rows", descending):
         yield
 
 

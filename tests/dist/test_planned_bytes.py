@@ -12,7 +12,7 @@ from pool import Pools
 from test_exchange_properties import draw_cases
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.counts import message_size
+from monta_megatron.chains.chain import message_size
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
 from monta_megatron.planner.traffic import pass_traffic

@@ -31,7 +31,7 @@ OTHERS_PAGES = r"docs/(legacy|README_Hybrid-EP)\.md$"
 # How blocks begin that were measured, come from the log of a training, or are drawn.
 NOT_PRINTED = (
     "iteration   1,394 ms",
-    "iteration      monta",
+    "iteration    monta",
     "monta: auto, EP 8",
     "status  what",
     " node 0, rank 0",
@@ -66,7 +66,7 @@ KNOWN: dict[str, bool | str] = {
     r"torchrun --nnodes 2 .*": "needs two machines",
     r"monta launch .* (--start sbatch|--data-path) .*": "needs nodes with GPUs",
     r"scripts/quickstart\.sh --pairs \d+": "a measurement of minutes, on a quiet machine",
-    r"MONTA_CPU_RANKS=1 .* scripts/quickstart/experts_pipelined\.py .*": "a measurement of minutes",
+    r"\.venv/bin/python scripts/quickstart/experts_pipelined\.py .*": "a measurement of minutes",
     r"(RATES=\S.* )?scripts/benchmark_sweep\.sh .*": "a measurement of hours",
     r"bash src/monta_megatron/tools/launch/start\.sh .*": "tests/launch/test_on_slurm.py",
     r"(docker|apptainer) build .*|(docker run|apptainer exec) .* monta doctor": "needs containers",

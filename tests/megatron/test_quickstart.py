@@ -24,7 +24,7 @@ def quickstart(*words: str) -> tuple[dict[str, Any], str]:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     summary = json.loads((REPOSITORY / "runs" / "quickstart" / "summary.json").read_text())
-    assert summary["loss_last"] < summary["loss_first"]
+    assert summary["loss_last_over_first"] < 1
     return summary, done.stdout
 
 
@@ -32,8 +32,8 @@ def quickstart(*words: str) -> tuple[dict[str, Any], str]:
 def test_losses_of_monta_are_those_of_alltoall() -> None:
     summary, said = quickstart("--no-network", "--iterations", "12")
     assert summary["max_rel_loss_diff"] == 0
-    assert (summary["chain"], summary["iterations"]) == ("alltoall_allgather", 12)
-    assert {"num_chunks", "layout"} < summary.keys()
+    assert summary["chain"] == "alltoall_allgather in 4 chunks"
+    assert summary["iterations"] == 12
     assert summary["bytes"]["inter"] > 0 and summary["iteration"] is None
     assert "difference 0;" in said
 
@@ -48,7 +48,7 @@ def test_over_a_network_fewer_bytes_and_the_same_losses() -> None:
     summary, said = quickstart("--inter-mbit", "500")
     assert summary["max_rel_loss_diff"] <= 1e-6
     assert summary["chain"].startswith("hierarchical_")
-    assert summary["iteration"]["ratio"] > 0 and "times as fast" in said
+    assert summary["iteration"]["monta"]["ratio"] > 0 and "times as fast" in said
     sent = summary["network_bytes"]
     # Of about 4 copies of a token one crosses; the gradients of all that is no expert do so too.
     assert 2.5 < sent["alltoall"] / sent["monta"] < 4.0

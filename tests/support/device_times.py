@@ -27,8 +27,7 @@ from replay import (
 
 from monta_megatron.chains.program import Operation
 from monta_megatron.exchange import executor
-from monta_megatron.exchange.buffers import Buffers
-from monta_megatron.exchange.memory import Columns
+from monta_megatron.exchange.buffers import Buffers, Columns
 
 NUM_CHUNKS = (1, 4)
 WARM_UP, ROUNDS, CALLS = 3, 10, 50
@@ -124,7 +123,7 @@ def _counts_to_host_us(device: torch.device) -> float:
 
 def _parts_us(device: torch.device) -> tuple[float, float, float]:
     """Host time of a Triton launch, an allocation, and a collective's stand-in with its wait."""
-    from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
+    from monta_megatron.exchange.kernels.sums import reduce_ranks
 
     rows, into = torch.empty(2, 16, 256, dtype=torch.bfloat16, device=device)
     stream = torch.cuda.Stream(device, priority=-1)

@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from monta_megatron.exchange import collectives, executor, kernel_choice, operations, streams
+from monta_megatron.exchange import collectives, executor, kernels, operations, streams
 from monta_megatron.exchange.collectives import PeerGroup
 
 try:
@@ -127,9 +127,7 @@ class FakeDevice(TorchDispatchMode):
             ),
             mock.patch.object(torch.Tensor, "pin_memory", _pinned),
             # A kernel cannot be built to see whether one can be.
-            mock.patch.object(
-                kernel_choice, "kernel_problem", lambda _: "" if HAS_TRITON else "none"
-            ),
+            mock.patch.object(kernels, "kernel_problem", lambda _: "" if HAS_TRITON else "none"),
             mock.patch.multiple(RecordedEvent, **waits),
             mock.patch.multiple(RecordedStream, **waits),
         ):

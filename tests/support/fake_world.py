@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import Chain, ChainCounts, TokenCounts
-from monta_megatron.chains.counts import num_counted_blocks
-from monta_megatron.chains.pipelined_layer import blocks_of_chunks
+from monta_megatron.chains.chain import num_counted_blocks
 from monta_megatron.core import FLAT_GROUPS, Layout
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.pipeline import blocks_of_chunks
 
 NUM_TOKENS = 48
 TOPK = 8

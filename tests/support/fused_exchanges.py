@@ -18,9 +18,9 @@ from test_stream_safety import LAYOUTS, Routing, make_exchange
 from monta_megatron.calibration.tasks import NUM_COPIES, Point
 from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import count_messages
+from monta_megatron.exchange.buffers import MessageFormat
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
-from monta_megatron.exchange.memory import MessageFormat
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
 
@@ -75,7 +75,7 @@ def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int)
 
 def calibrate() -> None:
     """What a calibration times in memory is one launch each, and rows arrive."""
-    from monta_megatron.calibration.operations import starter_of
+    from monta_megatron.calibration.timer import starter_of
 
     starter = starter_of({}, torch.device("cpu"), fused=True)
     for name, value in (("copy", 1), ("sum", NUM_COPIES)):

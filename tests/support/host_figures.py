@@ -20,9 +20,9 @@ from launch_counts import LaunchCounts, count_launches
 from launch_times import host_us
 
 from monta_megatron.common.torch_private import ALL_TO_ALL
-from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
+from monta_megatron.exchange.buffers import Columns
+from monta_megatron.exchange.kernels.sums import reduce_ranks
 from monta_megatron.exchange.kernels.tiles import Launches
-from monta_megatron.exchange.memory import Columns
 
 GROUP_SIZES = (2, 8, 16, 64)
 ROUNDS, CALLS = 30, 50

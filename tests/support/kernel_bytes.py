@@ -13,14 +13,11 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
 from monta_megatron.chains.stages import Parts
-from monta_megatron.exchange.copies import Copies
-from monta_megatron.exchange.expert_lists import expert_ids_of
-from monta_megatron.exchange.kernels.count_routing import count_routing
-from monta_megatron.exchange.kernels.duplicate import duplicate
-from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
-from monta_megatron.exchange.memory import Columns, MessageFormat
+from monta_megatron.exchange.buffers import Columns, MessageFormat
+from monta_megatron.exchange.kernels.copies import duplicate, find_copies
+from monta_megatron.exchange.kernels.routing import count_routing
+from monta_megatron.exchange.kernels.sums import reduce, reduce_ranks
+from monta_megatron.exchange.rows import Copies, expert_ids_of
 
 # Of the bytes that cannot be avoided: columns read once and written once.
 MOST = 1.1

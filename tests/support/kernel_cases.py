@@ -13,16 +13,12 @@ import torch
 from equal import assert_equal
 
 from monta_megatron.chains.stages import Parts
-from monta_megatron.exchange import copies as reference
-from monta_megatron.exchange.copies import Copies, PartBounds
-from monta_megatron.exchange.expert_lists import expert_ids_of
-from monta_megatron.exchange.kernels.count_routing import count_routing
-from monta_megatron.exchange.kernels.duplicate import duplicate
-from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
-from monta_megatron.exchange.memory import Columns, MessageFormat
-from monta_megatron.exchange.sums import sum_ranks, sum_rows
+from monta_megatron.exchange import count_messages, rows
+from monta_megatron.exchange.buffers import Columns, MessageFormat
+from monta_megatron.exchange.kernels.copies import duplicate, find_copies
+from monta_megatron.exchange.kernels.routing import count_routing
+from monta_megatron.exchange.kernels.sums import reduce, reduce_ranks
+from monta_megatron.exchange.rows import Copies, PartBounds, expert_ids_of, sum_ranks, sum_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HIDDEN_SIZES = (8, 9, 12, 40, 72, 136, 520, 1000, 1032, 2056, 4096, 7168)
@@ -128,7 +124,7 @@ def _check(case: Case) -> None:
         Copies.empty(case.num_rows, num_copies, parts, ids.device) for _ in range(2)
     )
     most = case.num_rows, num_copies
-    reference.find_copies(ids, PartBounds.of(parts, *most, ids), expected)
+    rows.find_copies(ids, PartBounds.of(parts, *most, ids), expected)
     find_copies(ids, parts, copies)
     for name in ("row", "by_row", "row_starts", *(("place",) if parts.size == 1 else ())):
         _same(f"find_copies, {name}", getattr(copies, name), getattr(expected, name))
@@ -257,7 +253,7 @@ def _check_counts(case: Case, routing_map: torch.Tensor) -> None:
     routing_map = torch.rand(shape) < (0.0, 0.1, 0.5, 1.0)[case.seed // 4 % 4]
     parts = ({}, {"node": outer}, {"rank": inner}, {"node": outer, "rank": inner})
     args = (1, 3, 8)[case.seed % 3], parts[case.seed // 3 % 4], True
-    expected = reference.count_routing(routing_map, *args)
+    expected = count_messages.count_routing(routing_map, *args)
     actual = count_routing(routing_map, *args)
     assert actual.keys() == expected.keys(), "count_routing"
     for name in expected:

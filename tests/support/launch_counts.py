@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monta_megatron import register
 from monta_megatron.chains.program import COMBINE_BACKWARD, DISPATCH_BACKWARD
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.memory import Columns
 from monta_megatron.integration import layer_setup
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 

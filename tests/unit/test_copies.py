@@ -11,9 +11,8 @@ from test_stream_safety import make_exchange, make_inputs
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.stages import Parts
-from monta_megatron.exchange.copies import Copies, PartBounds, find_copies
 from monta_megatron.exchange.executor import dispatch
-from monta_megatron.exchange.expert_lists import expert_ids_of
+from monta_megatron.exchange.rows import Copies, PartBounds, expert_ids_of, find_copies
 
 # 256 experts on two nodes of 8 ranks.
 LAYOUT = dataclasses.replace(LAYOUTS[16, 1], num_local_experts=16)

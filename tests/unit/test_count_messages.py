@@ -8,8 +8,7 @@ import torch
 from counted_routing import CountedRouting
 
 from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
-from monta_megatron.chains.chain import NUM_BLOCKS
-from monta_megatron.chains.counts import COUNT_BYTES, MOST_TOKENS, num_counted_blocks
+from monta_megatron.chains.chain import COUNT_BYTES, MOST_TOKENS, NUM_BLOCKS, num_counted_blocks
 from monta_megatron.core import Layout
 from monta_megatron.exchange.count_messages import CountMessages, MicroBatchCounts
 

@@ -37,12 +37,11 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.chains.stages import Permute
 from monta_megatron.exchange import operations as torch_operations
-from monta_megatron.exchange.buffers import Buffers
+from monta_megatron.exchange.buffers import Buffers, Columns
 from monta_megatron.exchange.collectives import peer_groups, start_all_gather
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.expert_lists import expert_ids_of
-from monta_megatron.exchange.memory import Columns
+from monta_megatron.exchange.rows import expert_ids_of
 
 HIDDEN = 32
 NUM_BLOCKS = 6

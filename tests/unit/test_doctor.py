@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from monta_megatron.common import launch_order
-from monta_megatron.exchange import kernel_choice
+from monta_megatron.exchange import kernels
 from monta_megatron.integration import arguments, registration
 from monta_megatron.tools.doctor import AUTOLOAD_VARIABLES, Finding, examine
 
@@ -84,10 +84,10 @@ def test_a_gpu_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
     problem = "Triton cannot build a kernel: RuntimeError: Failed to find C compiler"
-    monkeypatch.setattr(kernel_choice, "kernel_problem", lambda device: problem)
-    kernels = finding("Triton kernels")
-    assert kernels.status == "note" and problem in kernels.found
-    assert kernels.advice is not None and "gcc" in kernels.advice
+    monkeypatch.setattr(kernels, "kernel_problem", lambda device: problem)
+    found = finding("Triton kernels")
+    assert found.status == "note" and problem in found.found
+    assert found.advice is not None and "gcc" in found.advice
     assert finding("accelerator").found == "8 x H100"
     monkeypatch.setenv(QUEUES, "1")
     queues = finding(QUEUES)

@@ -7,19 +7,15 @@ from unittest import mock
 import pytest
 import torch
 
-from monta_megatron.exchange import kernel_choice
-from monta_megatron.exchange.kernel_choice import (
-    agreed_kernels,
-    is_fused,
-    kernel_problem,
-)
+from monta_megatron.exchange import kernels
+from monta_megatron.exchange.kernels import agreed_kernels, is_fused, kernel_problem
 from monta_megatron.integration.options import Options
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels can be built."""
-    monkeypatch.setattr(kernel_choice, "kernel_problem", _problem_of_type)
+    monkeypatch.setattr(kernels, "kernel_problem", _problem_of_type)
 
 
 def _problem_of_type(device: str) -> str:
@@ -30,7 +26,7 @@ def _problem_of_type(device: str) -> str:
 def four_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What each of the ranks 8 to 11 says."""
     problems = ["", "", "", ""]
-    monkeypatch.setattr(kernel_choice, "gather_objects", lambda *_: problems)
+    monkeypatch.setattr(kernels, "gather_objects", lambda *_: problems)
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [8, 9, 10, 11])
     return problems
 

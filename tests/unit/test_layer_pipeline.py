@@ -8,11 +8,10 @@ import torch
 from fake_world import bound_exchange, chunks_of
 
 from monta_megatron.chains import CHAINS, TokenCounts
-from monta_megatron.chains.pipelined_layer import pipelined_steps
 from monta_megatron.core import Layout
 from monta_megatron.exchange.exchange import Exchange
-from monta_megatron.exchange.expert_lists import expert_ids_of
-from monta_megatron.exchange.pipeline import run_pipeline
+from monta_megatron.exchange.pipeline import pipelined_steps, run_pipeline
+from monta_megatron.exchange.rows import expert_ids_of
 
 NUM_EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 16, 40
 BLOCKS = 8

@@ -14,9 +14,9 @@ from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, Pass, Policy, RowFormat
 from monta_megatron.exchange import executor
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run as run_pass
-from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.streams import CudaStreams, Streams
 from monta_megatron.planner.price import peak_bytes
 

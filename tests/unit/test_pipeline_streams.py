@@ -17,7 +17,7 @@ from test_stream_safety import (
 )
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.exchange.memory import Memory
+from monta_megatron.exchange.buffers import Memory
 
 
 def recorded(chain_name: str, layout_name: str) -> tuple[Recorder, list[set[str]]]:

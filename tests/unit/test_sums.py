@@ -5,7 +5,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from monta_megatron.exchange.sums import sum_ranks, sum_rows
+from monta_megatron.exchange.rows import sum_ranks, sum_rows
 
 # From small to large and back: added in another order, most sums have other bits.
 SCALES = (1e-8, 1.0, 1e8, -1e8, 1e-40, 3e7, 1e-3, -1.0, 1e5)

@@ -16,10 +16,9 @@ from stream_recorder import RecordedWork
 from test_cuda_branch import ROW_INDICES, make_exchange, source_lanes
 
 from monta_megatron.chains.program import DISPATCH
-from monta_megatron.exchange import errors, streams, time_limit
-from monta_megatron.exchange.errors import UNDER_WAY, versions
+from monta_megatron.exchange import errors, streams
+from monta_megatron.exchange.errors import UNDER_WAY, TimeLimit, versions
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.time_limit import TimeLimit
 
 LIMIT_S = 600.0
 # Of hierarchical_alltoall's dispatch in three chunks; R between nodes, N in the node:
@@ -63,7 +62,7 @@ def nccl() -> Iterator[Nccl]:
         fake_world(),
         mock.patch.object(RecordedWork, "get_future_result", lambda work: made.result(work)),
         mock.patch.object(streams, "device_time_limit", lambda: made.time_limit),
-        mock.patch.object(time_limit, "timeout_of", lambda group: timedelta(seconds=LIMIT_S)),
+        mock.patch.object(errors, "timeout_of", lambda group: timedelta(seconds=LIMIT_S)),
     ):
         yield made
         made.has_ended = [True] * len(made.has_ended)
@@ -71,7 +70,7 @@ def nccl() -> Iterator[Nccl]:
 
 @pytest.fixture
 def no_thread() -> Iterator[None]:
-    with mock.patch.object(time_limit, "Thread"):
+    with mock.patch.object(errors, "Thread"):
         yield
 
 
@@ -135,8 +134,8 @@ def test_what_the_host_waits_for_is_said(nccl: Nccl) -> None:
 def test_a_thread_prints_it(
     nccl: Nccl, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(time_limit, "timeout_of", lambda group: timedelta(seconds=0.2))
-    monkeypatch.setattr(time_limit, "LOOK_S", 0.01)
+    monkeypatch.setattr(errors, "timeout_of", lambda group: timedelta(seconds=0.2))
+    monkeypatch.setattr(errors, "LOOK_S", 0.01)
     nccl.run_pass("alltoall")
     thread = nccl.time_limit._thread
     # It does not keep the process alive.

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 from monta_megatron.chains import CHAINS
 from monta_megatron.core import Layout, Shape
-from monta_megatron.exchange import iteration_clock
+from monta_megatron.exchange import monitor
 from monta_megatron.integration import auto
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.cluster_file import uncalibrated
@@ -89,7 +89,7 @@ def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChooser
     shared, _ = two
     actor, critic = optimizer(), optimizer()
     clock = iter(range(0, 10**9, 10**6))
-    with mock.patch.object(iteration_clock, "_mark", lambda **_: next(clock)):
+    with mock.patch.object(monitor, "_mark", lambda **_: next(clock)):
         for _ in range(3):
             train(critic, shared)
             # A rollout.

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.calibration.fit import fit_contention, fit_curves, fit_host_costs
-from monta_megatron.calibration.operations import starter_of
 from monta_megatron.calibration.tasks import (
     CHUNKED_PASSES,
     PASSES,
@@ -18,7 +17,7 @@ from monta_megatron.calibration.tasks import (
     etp_sizes,
     points_of,
 )
-from monta_megatron.calibration.timer import Timer
+from monta_megatron.calibration.timer import Timer, starter_of
 from monta_megatron.chains.program import Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.ranks import BOOT_ID
@@ -32,7 +31,7 @@ from monta_megatron.exchange.collectives import (
     new_local_group,
     peer_group,
 )
-from monta_megatron.exchange.kernel_choice import agreed_kernels
+from monta_megatron.exchange.kernels import agreed_kernels
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCE_NAMES, Curve

@@ -6,8 +6,7 @@ from monta_megatron.chains.allgather import ALLGATHER
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.chains.alltoall_allgather import ALLTOALL_ALLGATHER
 from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
-from monta_megatron.chains.chain import BoundChain, Chain, ChainCounts
-from monta_megatron.chains.counts import Counts, TokenCounts
+from monta_megatron.chains.chain import BoundChain, Chain, ChainCounts, Counts, TokenCounts
 from monta_megatron.chains.hierarchical_allgather import HIERARCHICAL_ALLGATHER
 from monta_megatron.chains.hierarchical_alltoall import HIERARCHICAL_ALLTOALL
 from monta_megatron.common.text import one_of

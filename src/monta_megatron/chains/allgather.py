@@ -6,8 +6,7 @@ It wins where few ranks share the experts and top-k is close to their number, so
 go to most ranks anyway. Its transpose sums a token's partial sums over all ranks: one hop.
 """
 
-from monta_megatron.chains.chain import Chain, ChainCounts
-from monta_megatron.chains.counts import TokenCounts
+from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.chains.token_stages import (
     ORDER,

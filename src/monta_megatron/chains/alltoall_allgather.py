@@ -22,8 +22,7 @@ sends [4, 1] rows, then [2, 2].
 
 import numpy as np
 
-from monta_megatron.chains.chain import Chain, ChainCounts, split, starts_of
-from monta_megatron.chains.counts import Counts
+from monta_megatron.chains.chain import Chain, ChainCounts, Counts, split, starts_of
 from monta_megatron.chains.stages import (
     AllGather,
     AllToAll,

@@ -6,8 +6,7 @@ It wins where EP lies on one node and top-k > 1 (Occult, arXiv 2505.13345). Its 
 one partial sum per (token, rank): one hop.
 """
 
-from monta_megatron.chains.chain import Chain, ChainCounts
-from monta_megatron.chains.counts import TokenCounts
+from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.stages import AllToAll, BoundStage, Parts
 from monta_megatron.chains.token_stages import (
     ORDER,

@@ -7,8 +7,7 @@ have experts on most of its ranks. Its transpose carries a partial sum per (toke
 node and one per (token, node) between nodes: two hops.
 """
 
-from monta_megatron.chains.chain import Chain, ChainCounts
-from monta_megatron.chains.counts import TokenCounts
+from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.stages import AllGather, BoundStage, bind_gather
 from monta_megatron.chains.token_stages import (
     ORDER,

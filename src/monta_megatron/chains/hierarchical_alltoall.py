@@ -8,8 +8,7 @@ per (token, rank) inside the node and one per (token, node) between nodes: two h
 """
 
 from monta_megatron.chains.alltoall_dedup import incompatibility as incompatibility_of_dedup
-from monta_megatron.chains.chain import Chain, ChainCounts
-from monta_megatron.chains.counts import TokenCounts
+from monta_megatron.chains.chain import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.stages import AllToAll, BoundStage, Parts
 from monta_megatron.chains.token_stages import (
     ORDER,

@@ -93,12 +93,9 @@ class Segments:
         """Whether every chunk is one run, so that no row indices are needed."""
         return self.num_runs == 1
 
-    def slice_of(self, chunk: int) -> slice:
-        """Rows of the tensor for a chunk that is one run."""
-        return self._slices[chunk]
-
     @cached_property
-    def _slices(self) -> list[slice]:
+    def slices(self) -> list[slice]:
+        """[C] rows of the tensor for chunks that are one run each."""
         lengths, starts = self.runs
         return list(map(slice, starts[:, 0].tolist(), (starts + lengths)[:, 0].tolist()))
 

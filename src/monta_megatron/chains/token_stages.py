@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains.chain import first_blocks, starts_of
-from monta_megatron.chains.counts import TokenCounts
+from monta_megatron.chains.chain import TokenCounts, first_blocks, starts_of
 from monta_megatron.chains.stages import (
     AllToAll,
     BoundStage,

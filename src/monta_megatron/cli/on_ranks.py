@@ -212,7 +212,7 @@ def run_bench(parsed: argparse.Namespace) -> int:
             Path(settings.trace).parent.mkdir(parents=True, exist_ok=True)
 
         def report_point(cluster: "Cluster | None", progress: Progress) -> "Report":
-            from monta_megatron.tools.bench.point import measure_point
+            from monta_megatron.tools.bench.measure import measure_point
 
             return measure_point(settings, cluster, progress)
 
@@ -241,7 +241,7 @@ def measured(settings: Settings, measure: "Callable[[Cluster | None, Progress], 
     is_first = this_rank.rank == 0
     cluster = None if settings.cluster is None else load_cluster(settings.cluster)
     with only_the_report():
-        from monta_megatron.tools.bench.point import MismatchError
+        from monta_megatron.tools.bench.measure import MismatchError
 
         join(this_rank.local_rank)
         try:

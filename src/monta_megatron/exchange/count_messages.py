@@ -1,28 +1,68 @@
 """The counts of a micro-batch: the messages that carry them between ranks, and the counts read.
 
-A rank counts its routing map, sends each rank a message (`chains.counts` has its columns), and
-copies what it has received to the host, once.
+A rank counts its routing map, sends each rank a message (`chains.chain.message_columns` has its
+columns), and copies what it has received to the host, once.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from monta_megatron.chains import Chain, Counts, TokenCounts
-from monta_megatron.chains.counts import (
+from monta_megatron.chains.chain import (
     HEADER_SIZE,
     MOST_TOKENS,
     message_columns,
     num_parts,
 )
 from monta_megatron.core import Layout
-from monta_megatron.exchange.copies import block_size, count_routing
-from monta_megatron.exchange.kernel_choice import is_fused
+from monta_megatron.exchange.kernels import is_fused
+
+T = TypeVar("T", int, NDArray[np.int64])
+
+
+def block_size(num_tokens: T, num_blocks: int) -> T:
+    """Tokens of a full block: full blocks come first, then the remainder, then empty ones."""
+    return -(-num_tokens // num_blocks)
+
+
+def count_routing(
+    routing_map_TE: torch.Tensor, num_blocks: int, num_parts: dict[str, int], with_most: bool
+) -> dict[str, torch.Tensor]:
+    """Count by token block: contiguous int32 tensors on the device of the map, with no sync.
+
+    Args:
+        routing_map_TE: bool.
+        num_blocks: B.
+        num_parts: P by name, for equal parts; each part consists of parts of the next kind.
+        with_most: also return the most experts of any token.
+
+    Returns:
+        "experts": [B, E] tokens of each expert; for every name of parts, [B, P] tokens with an
+        expert in each; "most experts": [1] of any token, 0 without tokens.
+    """
+    num_tokens = len(routing_map_TE)
+    # The maximum of no tokens is undefined: pad blocks to one token without an expert.
+    size = max(block_size(num_tokens, num_blocks), 1)
+    if missing := num_blocks * size - num_tokens:
+        routing_map_TE = torch.nn.functional.pad(routing_map_TE, (0, 0, 0, missing))
+    # [T, E] -> [B, T/B, E]
+    hits_BTE = routing_map_TE.view(num_blocks, size, -1)
+    counts = {"experts": hits_BTE.sum(dim=1, dtype=torch.int32)}
+    if with_most:
+        counts["most experts"] = hits_BTE.sum(dim=2, dtype=torch.int32).amax().view(1)
+    hits_BTP = hits_BTE
+    for name, number in reversed(num_parts.items()):
+        # [B, T/B, smaller parts] -> [B, T/B, P, parts of each] -> [B, T/B, P]
+        hits_BTP = hits_BTP.unflatten(2, (number, -1)).any(dim=3)
+        counts[name] = hits_BTP.sum(dim=1, dtype=torch.int32)
+    return counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +104,14 @@ def busiest_over_mean(received_rows: NDArray[np.int64]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CountMessages:
-    """Writes and reads the messages of counts for the candidate chains; see `chains.counts`.
+    """Writes and reads the messages of counts for the candidate chains; see `chains.chain`.
 
     Attributes:
         chains: the candidates.
         layout: this rank's position.
         num_blocks: B, the number of token blocks; 1 if all chains' rows are permuted
             tokens.
-        kernels: "torch" or "fused"; see `kernel_choice`.
+        kernels: "torch" or "fused"; see `exchange.kernels`.
     """
 
     chains: tuple[Chain, ...]
@@ -112,9 +152,9 @@ class CountMessages:
         assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens: int32 cannot count them"
         num_parts, count = self.num_parts, count_routing
         if is_fused(self.kernels, device.type):
-            from monta_megatron.exchange.kernels.count_routing import count_routing as count
+            from monta_megatron.exchange.kernels.routing import count_routing as count
         sent = count(routing_map_TE, self.num_blocks, num_parts, self.by_block)
-        # The header, see `chains.counts`: 64 bits make two columns of int32, the low half first.
+        # The header, see `chains.chain`: 64 bits make two columns of int32, the low half first.
         counted, of_tag = (
             torch.full((1,), value, dtype=torch.int64, device=device).view(torch.int32)
             for value in (received_rows << 32 | num_tokens, tag)

@@ -9,8 +9,8 @@ import torch
 from monta_megatron.chains.chain import BoundChain
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.exchange.collectives import PeerGroup
-from monta_megatron.exchange.copies import Copies
 from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.rows import Copies
 
 
 class Indices:
@@ -101,7 +101,7 @@ class Exchange:
             Megatron's reduction over ETP, the probabilities' dtype if it is wider.
         monitor: counts bytes and forwards events to its recorder, if any.
         max_experts_per_token: W, the most experts of any token; 0 where rows are permuted tokens.
-        fused: use Triton kernels; see `kernel_choice`.
+        fused: use Triton kernels; see `exchange.kernels`.
         shared: indices by device, created by the first pass.
     """
 

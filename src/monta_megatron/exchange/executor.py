@@ -21,9 +21,8 @@ from monta_megatron.chains.program import (
     Policy,
 )
 from monta_megatron.exchange import errors, operations
-from monta_megatron.exchange.buffers import Buffers
+from monta_megatron.exchange.buffers import Buffers, Columns
 from monta_megatron.exchange.exchange import Exchange
-from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.streams import Ready, streams_for
 

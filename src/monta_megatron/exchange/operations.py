@@ -12,9 +12,16 @@ import torch.distributed as dist
 from monta_megatron.chains.program import Kind, Operation
 from monta_megatron.exchange.buffers import Buffers, promoted
 from monta_megatron.exchange.collectives import start_all_gather, start_all_to_all
-from monta_megatron.exchange.copies import PartBounds, copy_rows, find_copies, put_rows
 from monta_megatron.exchange.monitor import Step
-from monta_megatron.exchange.sums import column_blocks, sum_ranks, sum_rows
+from monta_megatron.exchange.rows import (
+    PartBounds,
+    column_blocks,
+    copy_rows,
+    find_copies,
+    put_rows,
+    sum_ranks,
+    sum_rows,
+)
 
 Works = list[dist.Work]
 

@@ -1,7 +1,13 @@
 """Dispatch, experts and combine of a micro-batch as one pipeline over chunks of its tokens.
 
-Each chunk is an exchange of its own, with its own passes and expert rows; `chains.pipelined_layer`
-gives the order of steps.
+Each chunk consists of whole token blocks and is an exchange of its own, with its own passes and
+expert rows. In step s
+
+    first pass of chunk s starts | chunk s-1 is computed, its second starts | second of s-2 ends
+
+Forward, the first pass is dispatch and the second one combine; backward, combine's backward and
+dispatch's, in the same order over the chunks from the last to the first. `exchange.streams` shows
+what waits for what.
 
 The start of a pass and the wait for it are nodes of the autograd graph, created in this order:
 
@@ -23,12 +29,12 @@ each pass reads and writes its slice.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from monta_megatron.chains.pipelined_layer import LayerStep, pipelined_steps
+from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.chains.program import (
     COMBINE,
     COMBINE_BACKWARD,
@@ -36,9 +42,14 @@ from monta_megatron.chains.program import (
     DISPATCH_BACKWARD,
     Pass,
 )
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import Execution
-from monta_megatron.exchange.memory import Columns
+
+LayerStep: TypeAlias = Literal[
+    "start first", "end first", "start experts", "end experts", "start second", "end second"
+]
+STEPS: tuple[LayerStep, ...] = get_args(LayerStep)
 
 # (rows [N, H], rows of each local expert, the rows' probabilities [N]) -> their outputs [N, H].
 # Experts that compute beside the host have a method `wait`: outputs -> outputs, once complete.
@@ -95,6 +106,23 @@ def run_pipeline(
     for step, chunk in pipelined_steps(len(chunks), in_background=wait is not None):
         links[chunk] = steps[step](chunk)
     return _Exit.apply(pipeline, *links)
+
+
+def pipelined_steps(num_chunks: int, in_background: bool = False) -> list[tuple[LayerStep, int]]:
+    """(step, chunk) in the order of issue; backward mirrors it.
+
+    Args:
+        num_chunks: C.
+        in_background: the experts compute asynchronously to the host, which would block on them if
+            it continued with the same chunk.
+    """
+    offsets = (0, 1, 1, 2, 2, 3) if in_background else (0, 1, 1, 1, 1, 2)
+    return [(STEPS[at], chunk) for at, chunk in order_of_issue(offsets, num_chunks)]
+
+
+def blocks_of_chunks(num_blocks: int, num_chunks: int) -> list[tuple[int, int]]:
+    """[C] first token block of each chunk, and the one after its last."""
+    return list(pairwise(num_blocks * chunk // num_chunks for chunk in range(num_chunks + 1)))
 
 
 class _Pipeline:

@@ -15,7 +15,7 @@ at once. A wait is issued with the operation that needs it, not before: with
 CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue, the launch queue, and a wait
 holds up everything that is issued after it.
 
-Two passes in flight, with the experts in the pipeline (`chains.pipelined_layer`), each an exchange
+Two passes in flight, with the experts in the pipeline (`exchange.pipeline`), each an exchange
 of one chunk; S0, S1, S2 are the side streams, which all passes use:
 
     host                  caller's stream    S0, S1, S2
@@ -55,10 +55,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from monta_megatron.chains.program import Operation, Policy
+from monta_megatron.exchange.errors import TimeLimit
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.executor import Execution
-    from monta_megatron.exchange.time_limit import TimeLimit
 
 # Streams of a torch pool: one pool per device and priority (c10/cuda/CUDAStream.cpp).
 STREAMS_IN_POOL = 32
@@ -176,10 +176,8 @@ class CudaStreams(Streams):
 
 
 @cache
-def device_time_limit() -> "TimeLimit":
+def device_time_limit() -> TimeLimit:
     """Watcher of all passes' collectives."""
-    from monta_megatron.exchange.time_limit import TimeLimit
-
     return TimeLimit()
 
 
@@ -211,6 +209,12 @@ def streams_for(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
+def device_type() -> str:
+    """The type of the ranks' devices: "cuda", or "cpu" where CPU ranks stand in for GPUs."""
+    # On CPU ranks `torch.cuda.is_available` is true.
+    return "cuda" if torch.accelerator.is_available() else "cpu"
+
+
 def device_of_ranks() -> torch.device:
     """This rank's GPU; the CPU where CPU ranks stand in for GPUs."""
     return torch.empty(0, device="cuda").device
@@ -218,5 +222,4 @@ def device_of_ranks() -> torch.device:
 
 def gpu_name() -> str | None:
     """This rank's GPU as its driver names it; None on CPU ranks."""
-    # On CPU ranks `torch.cuda.is_available` is true.
-    return torch.cuda.get_device_name() if torch.accelerator.is_available() else None
+    return torch.cuda.get_device_name() if device_type() == "cuda" else None

@@ -30,14 +30,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains import CHAINS, ChainCounts
 from monta_megatron.chains.chain import Rows
-from monta_megatron.chains.pipelined_layer import blocks_of_chunks
 from monta_megatron.core import Choice
 from monta_megatron.exchange.count_messages import MicroBatchCounts
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
-from monta_megatron.exchange.expert_lists import expert_ids_of
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.pipeline import Experts, run_pipeline
+from monta_megatron.exchange.pipeline import Experts, blocks_of_chunks, run_pipeline
+from monta_megatron.exchange.rows import expert_ids_of
 from monta_megatron.integration.count_sources import demands_order, padded, replaces_preprocess
 from monta_megatron.integration.layer_setup import set_up_layer
 from monta_megatron.integration.supported_settings import check_supported

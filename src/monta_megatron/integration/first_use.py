@@ -44,12 +44,12 @@ import torch.distributed as dist
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.core import Choice, GroupName, Layout
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.errors import ExchangeError
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
-from monta_megatron.exchange.memory import Columns
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.integration.count_sources import CountsFromRanks
 

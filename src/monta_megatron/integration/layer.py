@@ -12,8 +12,13 @@ from types import ModuleType
 from typing import Any
 
 from monta_megatron.common.launch_order import set_launch_order
+from monta_megatron.core import Choice
+from monta_megatron.exchange.count_messages import busiest_over_mean
 from monta_megatron.integration.arguments import is_monta, refuse, seen_as_alltoall
-from monta_megatron.integration.ranks import add_layer, reports_for_stage
+from monta_megatron.integration.ranks import reports_for_stage
+
+# The MoE layers with our dispatcher.
+_layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def patch_moe_layer(moe_layer: ModuleType) -> None:
@@ -78,7 +83,7 @@ def build_with_monta(
     layer.token_dispatcher = dispatcher
     # The dispatcher must not keep its layer alive.
     dispatcher.moe_layer = weakref.ref(layer)
-    add_layer(layer)
+    _layers.add(layer)
 
 
 @functools.cache
@@ -147,3 +152,43 @@ def _with_monta(part: Any) -> Any:
         for name, value in replaced.items():
             setattr(part, name, value)
     return part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerStatistics:
+    """Statistics of the exchanges of one MoE layer on this rank.
+
+    Attributes:
+        layer_number: the layer's number in the model, from 1; None if it has none.
+        choice: of the last micro-batch; None before the first.
+        inter_bytes: payload sent by this rank to other nodes.
+        intra_bytes: payload sent by it to other ranks on its node.
+        busiest_over_mean: rows received by the busiest rank of the exchange over the mean, in the
+            exchange before the last; None if unknown.
+    """
+
+    layer_number: int | None
+    choice: Choice | None
+    inter_bytes: int
+    intra_bytes: int
+    busiest_over_mean: float | None
+
+
+def layer_statistics() -> list[LayerStatistics]:
+    """Statistics of this process's MoE layers that use our dispatcher, in model order."""
+    # Inference may replace the dispatcher.
+    ours = [layer for layer in _layers if hasattr(layer.token_dispatcher, "chooser")]
+    statistics = []
+    for layer in sorted(ours, key=lambda layer: layer.layer_number or 0):
+        dispatcher = layer.token_dispatcher
+        sent = dispatcher.monitor.bytes_by_resource()
+        statistics.append(
+            LayerStatistics(
+                layer_number=layer.layer_number,
+                choice=dispatcher.choice,
+                inter_bytes=sent["inter"],
+                intra_bytes=sent["intra"],
+                busiest_over_mean=busiest_over_mean(dispatcher.received_rows),
+            )
+        )
+    return statistics

@@ -11,13 +11,14 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from monta_megatron.chains.counts import num_counted_blocks
+from monta_megatron.chains.chain import num_counted_blocks
 from monta_megatron.common.ranks import node_here, print_once
 from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups
 from monta_megatron.exchange.count_messages import CountMessages
-from monta_megatron.exchange.kernel_choice import agreed_kernels, device_type, is_fused
+from monta_megatron.exchange.kernels import agreed_kernels, is_fused
+from monta_megatron.exchange.streams import device_type
 from monta_megatron.integration.auto import AutoChooser, Chooser, share_chooser, shared_chooser
 from monta_megatron.integration.count_sources import CountsFromCapacity, CountsFromRanks
 from monta_megatron.integration.options import Options

@@ -14,8 +14,8 @@ from monta_megatron.common import __version__
 from monta_megatron.common.text import counted
 from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange.collectives import nccl_settings
-from monta_megatron.exchange.kernel_choice import device_type, is_fused
-from monta_megatron.exchange.streams import gpu_name
+from monta_megatron.exchange.kernels import is_fused
+from monta_megatron.exchange.streams import device_type, gpu_name
 from monta_megatron.integration.options import OPTION_NAMES, Options
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.routing import UniformRouting
@@ -54,7 +54,7 @@ def planner_for(
     """
     chain, num_chunks = options.named_chain, options.num_chunks
     check_chain_runs(options, config, layout)
-    splits_experts = bool(options.overlap_experts)
+    splits_experts = options.overlap_experts
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
         return Planner(chains=(chain,), num_chunks=(num_chunks,), splits_experts=splits_experts)

@@ -1,4 +1,4 @@
-"""Ranks of an expert group: their nodes, agreement, reports, and the registered MoE layers.
+"""Ranks of an expert group: their nodes, agreement and reports.
 
 An expert group is the TP x EP ranks that share the experts of a layer (Megatron's `tp_ep` group).
 The expert groups of a pipeline stage are replicas of each other.
@@ -7,26 +7,12 @@ The expert groups of a pipeline stage are replicas of each other.
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch.distributed as dist
 
 from monta_megatron.common.ranks import consecutive_nodes, number_nodes
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.options import Options
-
-_layers: WeakSet[Any] = WeakSet()
-
-
-def add_layer(layer: Any) -> None:
-    """Register an MoE layer; held weakly."""
-    _layers.add(layer)
-
-
-def layers() -> list[Any]:
-    """The MoE layers that now have our dispatcher, in model order; inference may replace it."""
-    ours = [layer for layer in _layers if hasattr(layer.token_dispatcher, "chooser")]
-    return sorted(ours, key=lambda layer: layer.layer_number or 0)
 
 
 def reports_for_stage(expert_group: dist.ProcessGroup, pg_collection: Any) -> bool:
@@ -42,11 +28,6 @@ T = TypeVar("T")
 
 SAME_OPTIONS = "give every rank the same options and files"
 ADVICE = {"step": "an optimizer has to make a step on all ranks or on none"}
-
-
-def agree(agreed: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Gather the values of all ranks of an expert group, for `check_same_config`."""
-    check_same_config(gather_objects(agreed, group), dist.get_process_group_ranks(group))
 
 
 def check_same_config(by_rank: Sequence[dict[str, Any]], ranks: Sequence[int]) -> None:

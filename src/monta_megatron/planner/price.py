@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from monta_megatron.chains.chain import BoundChain, Chain, blocks_for
-from monta_megatron.chains.counts import message_size
+from monta_megatron.chains.chain import BoundChain, Chain, blocks_for, message_size
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     COLLECTIVES,

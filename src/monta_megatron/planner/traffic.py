@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from monta_megatron.chains.counts import COUNT_BYTES
+from monta_megatron.chains.chain import COUNT_BYTES
 from monta_megatron.chains.program import (
     ID_BYTES,
     SUM_COLUMNS,
@@ -120,7 +120,7 @@ FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
 
 COUNT_EXCHANGE = "exchange of counts"
 SUMS = ("reduce", "reduce_ranks")
-# About how many times finding copies sorts and scans expert ids, as int64 (exchange/copies.py);
+# About how many times finding copies sorts and scans expert ids, as int64 (exchange/rows.py);
 # twice as many if the copies keep their share of them.
 FIND_VALUE_BYTES = 8
 FIND_PASSES: Mapping[str, int] = {"find_copies": 6, "find_lists": 12}
@@ -211,7 +211,7 @@ def pass_traffic(
     Args:
         programs: [S] the program with the rows of each rank.
         num_tokens: tokens of a rank.
-        num_exchanged_counts: integers that every rank sends to each; see `chains.counts`.
+        num_exchanged_counts: integers that every rank sends to each; see `chains.chain`.
     """
     before, after = _around(programs, num_tokens, num_exchanged_counts)
     pipeline = tuple(_series_traffic(programs, series) for series in programs[0].program.series)

@@ -108,7 +108,7 @@ def _has_gpu() -> bool:
 def _accelerator() -> Iterator[Finding]:
     import torch
 
-    from monta_megatron.exchange.kernel_choice import kernel_problem
+    from monta_megatron.exchange.kernels import kernel_problem
 
     if not _has_gpu():
         is_set = os.environ.get("MONTA_CPU_RANKS") == "1"

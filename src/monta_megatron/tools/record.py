@@ -25,8 +25,7 @@ from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.integration.options import AUTO
-from monta_megatron.tools.bench.candidates import Bench, BenchCandidate, run_candidate
-from monta_megatron.tools.bench.layer import NO_EXPERTS
+from monta_megatron.tools.bench.candidates import NO_EXPERTS, Bench, BenchCandidate, run_candidate
 from monta_megatron.tools.joined_ranks import wait_for_all
 from monta_megatron.tools.stock_collectives import StockCollective, observed
 from monta_megatron.tools.trace import STOCK, Span, Timeline, Trace, Track, pipeline_name

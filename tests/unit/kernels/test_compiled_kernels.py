@@ -12,14 +12,11 @@ pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheel
 from compiled_kernels import TARGETS, Compiled, Launch, launches, launches_of
 
 from monta_megatron.chains.stages import Parts
-from monta_megatron.exchange.copies import Copies
-from monta_megatron.exchange.expert_lists import expert_ids_of
-from monta_megatron.exchange.kernels.count_routing import count_routing
-from monta_megatron.exchange.kernels.duplicate import duplicate
-from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.reduce import reduce
-from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks
-from monta_megatron.exchange.memory import Columns, MessageFormat
+from monta_megatron.exchange.buffers import Columns, MessageFormat
+from monta_megatron.exchange.kernels.copies import duplicate, find_copies
+from monta_megatron.exchange.kernels.routing import count_routing
+from monta_megatron.exchange.kernels.sums import reduce, reduce_ranks
+from monta_megatron.exchange.rows import Copies, expert_ids_of
 
 MOST_REGISTERS = 128
 NUM_ROWS, NUM_COPIES, TOPK = 64, 100, 8

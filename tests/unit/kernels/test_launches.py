@@ -11,10 +11,10 @@ from compiled_kernels import no_driver
 from triton.compiler.compiler import LazyDict
 
 from monta_megatron.chains.stages import Parts
-from monta_megatron.exchange.copies import Copies
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.kernels import tiles
-from monta_megatron.exchange.kernels.duplicate import duplicate
-from monta_megatron.exchange.memory import Columns
+from monta_megatron.exchange.kernels.copies import duplicate
+from monta_megatron.exchange.rows import Copies
 
 HIDDEN = 32
 PARTS = Parts(first=0, size=1, num_parts=4)

@@ -7,7 +7,7 @@ import pytest
 from clusters import INSTANT, cluster_of, layout_of, link, preset, shape_of
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.counts import message_size
+from monta_megatron.chains.chain import message_size
 from monta_megatron.core import Shape
 from monta_megatron.planner.price import AROUND_STAGES, Price, Work, price
 

@@ -7,12 +7,11 @@ tokens, which already copy each row once, in one launch per column.
 from collections.abc import Callable, Mapping
 
 from monta_megatron.chains.program import Kind, Operation
-from monta_megatron.exchange.buffers import Buffers, promoted
-from monta_megatron.exchange.kernels.duplicate import duplicate as duplicate_rows
-from monta_megatron.exchange.kernels.find_copies import find_copies
-from monta_megatron.exchange.kernels.reduce import reduce as reduce_copies
-from monta_megatron.exchange.kernels.reduce_ranks import reduce_ranks as reduce_terms
-from monta_megatron.exchange.memory import Columns
+from monta_megatron.exchange.buffers import Buffers, Columns, promoted
+from monta_megatron.exchange.kernels.copies import duplicate as duplicate_rows
+from monta_megatron.exchange.kernels.copies import find_copies
+from monta_megatron.exchange.kernels.sums import reduce as reduce_copies
+from monta_megatron.exchange.kernels.sums import reduce_ranks as reduce_terms
 from monta_megatron.exchange.operations import OPERATIONS, Works, first_unrounded
 
 

@@ -4,8 +4,6 @@ Without torch:
     settings    settings with their flags, resolved and checked
     report      rows and their tables
 With torch:
-    layer       Megatron's groups, dispatchers and experts
-    candidates  the dispatchers to compare, their data, and one run of them
-    measure     equality with stock, bytes, interleaved repeats, the limit of the links
-    point       one point: its dispatchers, their rows, its report
+    candidates  the dispatchers to compare, their data and experts, and one run of them
+    measure     one point: equality with stock, bytes, interleaved repeats, their report
 """

@@ -1,4 +1,6 @@
-"""Count a routing map by token block: pairs of each expert, tokens of each part of the experts.
+"""Read a routing map: counts by token block, lists of experts and probabilities, the gradient.
+
+Counts, of pairs of each expert and of tokens of each part of the experts:
 
     experts[b, e]   = tokens of block b with expert e
     parts[b, p]     = tokens of block b with an expert in part p, for two kinds of nested parts
@@ -7,38 +9,49 @@
 The first launch counts runs of tokens, each inside one block, the second sums the runs of a block.
 A tile is [tokens, outer parts, inner parts, experts of an inner part].
 
-Bytes: the map is read once; each count of a run takes 8, written and read.
-Grid: [R], then [B, X / COLUMNS].
+Lists, and the gradient of the probabilities from that of their lists:
+
+    position of expert e = routed experts of the token before e
+    ids[t, position]     = e, padded with E
+    lists[t, position]   = probs[t, e], padded with 0
+    gradient of probs[t, e] = gradient of lists[t, position], 0 where e is not routed
+
+Bytes: the map is read once; each count of a run takes 8, written and read; each list and each
+routed probability is read and written once.
+Grid: [R], then [B, X / COLUMNS]; of lists [T / tokens of a tile], in both directions.
 """
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from monta_megatron.exchange.copies import block_size
-from monta_megatron.exchange.kernels.tiles import Launch, blocks_of, kernel
+from monta_megatron.exchange.kernels.tiles import LIST, Launch, blocks_of, kernel
 
-# Values of a tile: 4 for each thread.
-TILE = 512
+# Values of a tile of counts: 4 for each thread.
+COUNT_TILE = 512
 # Fewest tokens of a run, so that its counts are small next to the map, and about the most runs if
 # there are many tokens.
 RUN, MOST_RUNS = 128, 256
 COLUMNS = 256
 RUNS = tl.constexpr(8)
+# Tokens of a tile of lists, and tokens times experts: 8 for each thread.
+MOST_TOKENS, LIST_TILE = 32, 1024
 
 
 def count_routing(
     routing_map_TE: torch.Tensor, num_blocks: int, num_parts: dict[str, int], with_most: bool
 ) -> dict[str, torch.Tensor]:
-    """Count by token block; arguments and result as of `copies.count_routing`."""
+    """Count by token block; arguments and result as of `count_messages.count_routing`."""
     num_tokens, num_experts = routing_map_TE.shape
     inner = max(num_parts.values(), default=1)
     outer = min(num_parts.values(), default=1)
-    size = block_size(num_tokens, num_blocks)
-    count, add, tokens = _launches(
+    # As `count_messages.block_size`.
+    size = blocks_of(num_tokens, num_blocks)
+    count, add, tokens = _count_launches(
         routing_map_TE.device, num_experts, outer, inner, routing_map_TE.stride(0)
     )
     tiles = blocks_of(max(RUN, blocks_of(num_tokens, MOST_RUNS)), tokens)
@@ -62,13 +75,13 @@ def count_routing(
 
 
 @cache
-def _launches(
+def _count_launches(
     device: torch.device, num_experts: int, outer: int, inner: int, stride: int
 ) -> tuple[Launch, Launch, int]:
     """Both launches for maps of this stride and device, and the tokens of a tile."""
     in_outer, size = inner // outer, num_experts // inner
     shape = [triton.next_power_of_2(n) for n in (outer, in_outer, size)]
-    tokens = max(1, TILE // math.prod(shape))
+    tokens = max(1, COUNT_TILE // math.prod(shape))
     num_columns = blocks_of(num_experts + outer + inner + 1, COLUMNS)
     return (
         Launch(_count_runs, 1, 1, stride, outer, in_outer, size, tokens, *shape),
@@ -165,3 +178,104 @@ def _add_runs(
             last = other.to(tl.int64) * (num_sums + 1) + num_sums
             most = tl.maximum(most, tl.load(runs + last, other < num_runs, other=0))
         tl.store(counts + num_blocks * num_sums, tl.max(most, 0))
+
+
+def make_lists(
+    routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments and result as of `exchange.rows.make_lists`."""
+    num_tokens, num_experts = routing_map_TE.shape
+    lists_TW = probs_TE.new_empty(num_tokens, width)
+    ids_TW = torch.empty(num_tokens, width, dtype=torch.int32, device=probs_TE.device)
+    strides = routing_map_TE.stride(0), probs_TE.stride(0)
+    launch = _list_launch(_list, probs_TE.device, probs_TE.dtype, num_experts, width, *strides)
+    launch(num_tokens, routing_map_TE, probs_TE, lists_TW, ids_TW, num_tokens)
+    return lists_TW, ids_TW
+
+
+def bring_back(routing_map_TE: torch.Tensor, gradient_TW: torch.Tensor) -> torch.Tensor:
+    """Arguments and result as of `exchange.rows.bring_back`."""
+    num_tokens, num_experts = routing_map_TE.shape
+    gradient_TW = gradient_TW.contiguous()
+    into_TE = gradient_TW.new_empty(num_tokens, num_experts)
+    shared = num_experts, gradient_TW.shape[1], routing_map_TE.stride(0)
+    launch = _list_launch(_unlist, into_TE.device, into_TE.dtype, *shared)
+    launch(num_tokens, routing_map_TE, gradient_TW, into_TE, num_tokens)
+    return into_TE
+
+
+@cache
+def _list_launch(
+    function: Any, device: torch.device, dtype: torch.dtype, num_experts: int, *shared: int
+) -> Launch:
+    """The launch for these sizes, dtype and device."""
+    all_experts = triton.next_power_of_2(num_experts)
+    tokens = max(1, min(MOST_TOKENS, LIST_TILE // all_experts))
+    return Launch(function, tokens, 1, num_experts, *shared, tokens, all_experts)
+
+
+@triton.jit
+def _tile_of(
+    routing_map: tl.tensor,
+    num_tokens: tl.int32,
+    num_experts: tl.int32,
+    map_stride: tl.int32,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    is_there = (token < num_tokens) & (expert < num_experts)
+    routed = tl.load(routing_map + token * map_stride + expert, is_there, other=0).to(tl.int32)
+    return token, expert, routed, tl.cumsum(routed, 1) - routed
+
+
+@kernel()
+def _list(
+    routing_map: tl.tensor,
+    probs: tl.tensor,
+    lists: tl.tensor,
+    ids: tl.tensor,
+    num_tokens: tl.int32,
+    num_experts: tl.int32,
+    width: tl.int32,
+    map_stride: tl.int32,
+    probs_stride: tl.int32,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    token, expert, routed, position = _tile_of(
+        routing_map, num_tokens, num_experts, map_stride, TOKENS, EXPERTS
+    )
+    is_listed = (routed > 0) & (position < width)
+    prob = tl.load(probs + token * probs_stride + expert, is_listed)
+    tl.store(lists + token * width + position, prob, is_listed)
+    tl.store(ids + token * width + position, expert + tl.zeros_like(position), is_listed)
+    num_routed = tl.sum(routed, 1)[:, None]
+    for begin in range(0, width, LIST):
+        slot = begin + tl.arange(0, LIST)[None, :]
+        is_padding = (token < num_tokens) & (slot >= num_routed) & (slot < width)
+        padding = tl.zeros([TOKENS, LIST], tl.int32)
+        tl.store(lists + token * width + slot, padding.to(lists.dtype.element_ty), is_padding)
+        tl.store(ids + token * width + slot, padding + num_experts, is_padding)
+
+
+@kernel()
+def _unlist(
+    routing_map: tl.tensor,
+    gradient: tl.tensor,
+    into: tl.tensor,
+    num_tokens: tl.int32,
+    num_experts: tl.int32,
+    width: tl.int32,
+    map_stride: tl.int32,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    token, expert, routed, position = _tile_of(
+        routing_map, num_tokens, num_experts, map_stride, TOKENS, EXPERTS
+    )
+    is_listed = (routed > 0) & (position < width)
+    value = tl.load(gradient + token * width + position, is_listed, other=0)
+    is_there = (token < num_tokens) & (expert < num_experts)
+    tl.store(into + token * num_experts + expert, value, is_there)
