@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from summary import measured_points, plot_predicted, summary_text
 
 from monta_megatron.cli import main
-from monta_megatron.cli.on_ranks import (
-    add_bench_arguments,
-    find_this_rank,
-    measured,
-    run_as_rank,
-)
+from monta_megatron.cli.on_ranks import add_bench_arguments, find_this_rank, measured, run_as_rank
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_text, write_whole

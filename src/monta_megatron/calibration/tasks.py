@@ -34,8 +34,8 @@ LAST_BYTES: dict[str, dict[Resource, int]] = {
 SIZE_FACTOR = 4
 # A curve has no fewer, whatever they take.
 LEAST_SIZES = 3
-# The most that a pair's collective takes: as long as a chunk of a real exchange on CPU ranks, where
-# a shorter one measures the latency of the scheduler.
+# The most that a pair's collective takes: as long as the chunk of a real exchange on CPU ranks,
+# where a shorter one measures the latency of the scheduler.
 PAIR_US = 100_000.0
 
 

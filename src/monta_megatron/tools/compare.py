@@ -273,7 +273,7 @@ class ComparisonReport:
             "rows": [asdict(row) for row in self.rows],
             "left_out": dict(self.left_out),
             "directory": str(self.directory),
-            "versions": presets.versions(),
-            "machine": presets.machine(),
-            "commit": presets.commit(),
+            "versions": files.versions(),
+            "machine": files.machine(),
+            "commit": files.commit(),
         }
