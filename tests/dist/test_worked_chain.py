@@ -11,7 +11,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.model import load_model
 from monta_megatron.planner.plan import plan
 
 REPOSITORY = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from preloaded import Preloaded
 
-from monta_megatron.planner.models.files import load_model
-from monta_megatron.tools.launch.arguments import words_of
+from monta_megatron.planner.model import load_model
 from monta_megatron.tools.launch.prepare import Run, prepare
+from monta_megatron.tools.launch.run_config import words_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted((CONFIGS / "runs").glob("*.yaml"))

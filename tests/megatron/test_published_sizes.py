@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from published_configs import CONFIGS, NEEDS_TRANSFORMER_ENGINE, NUM_PARAMETERS, OF_THE_CLASS
+from published_configs import (
+    CONFIGS,
+    NEEDS_TRANSFORMER_ENGINE,
+    NUM_PARAMETERS,
+    OF_THE_CLASS,
+    model_of_config,
+)
 
-from monta_megatron.planner.models.config_json import model_of_config
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.model import Model
 
 pytest.importorskip("megatron.training")
 

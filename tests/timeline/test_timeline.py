@@ -15,7 +15,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import with_waits
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.model import load_model
 from monta_megatron.planner.price import price
 from monta_megatron.tools.timeline.report import of_trace, overlap_of, predict
 from monta_megatron.tools.trace import STOCK, Span, Timeline, Trace, Track, lanes_of

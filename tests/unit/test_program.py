@@ -23,7 +23,7 @@ from monta_megatron.core import Layout
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.model import load_model
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.price import bind_expected, lower_expected
 from monta_megatron.planner.traffic import FUSED_HOST_OPERATIONS

@@ -64,13 +64,11 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.out is not None and parsed.out.exists():
         raise ValueError(f"--out: got {parsed.out}, must not exist")
     from monta_megatron.planner.benefit import share_of
-    from monta_megatron.tools.plan.report import PlanReport
+    from monta_megatron.tools.plan.report import PlanReport, sweep, write_run
     from monta_megatron.tools.plan.request import plan_request
 
     request, iteration_ms, ran = planning.request_of(parsed), parsed.iteration_ms, "alltoall"
     if parsed.sweep is not None:
-        from monta_megatron.tools.plan.sweep import sweep
-
         if parsed.sweep[0] != "ep":
             planning.check_given(parsed, ("ep",), (), "with --sweep")
         print_report(sweep(request, *parsed.sweep), parsed.json)
@@ -82,8 +80,6 @@ def run(parsed: argparse.Namespace) -> int:
         request, iteration_ms, ran = log.request(request), log.iteration_ms, log.dispatcher
     planned = plan_request(request)
     if parsed.out is not None:
-        from monta_megatron.tools.plan.run_file import write_run
-
         write_run(parsed.out, request, planned)
         tell("plan", f"wrote {parsed.out}")
     share = None

@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
-from monta_megatron.planner.models.model import HYBRID_PATTERNS, Model, Reader
+from monta_megatron.planner.model import HYBRID_PATTERNS, Model, Reader
 from monta_megatron.planner.routing import UniformRouting
 
 # An index of rows has 32 bits.

@@ -13,11 +13,10 @@ from published_configs import (
     NO_PRESET,
     NUM_PARAMETERS,
     OF_THE_CLASS,
+    model_of_config,
 )
 
-from monta_megatron.planner.models.config_json import model_of_config
-from monta_megatron.planner.models.files import load_arguments, load_model
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.model import Model, load_arguments, load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 PARAMETERS = {**NUM_PARAMETERS, **OF_THE_CLASS}

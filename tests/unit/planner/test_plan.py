@@ -26,7 +26,7 @@ from monta_megatron.planner.layout import (
     shape_of_layout,
     shape_of_model,
 )
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.model import load_model
 from monta_megatron.planner.plan import Plan, plan
 
 A800 = preset("a800_2x8_ib200").with_kernels(fused=False)

@@ -7,7 +7,7 @@ import pytest
 from commands import Monta
 from training_logs import QWEN3_30B, TRAINING, arguments_block, iteration_lines, training_log
 
-from monta_megatron.planner.models.model import model_of
+from monta_megatron.planner.model import model_of
 from monta_megatron.tools.plan.request import PlanRequest
 from monta_megatron.tools.plan.training_log import TrainingLog, read_training_log
 

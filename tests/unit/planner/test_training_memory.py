@@ -10,8 +10,8 @@ from commands import Monta
 
 from monta_megatron.common.units import bytes_of_gb
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
+from monta_megatron.planner.model import load_model
+from monta_megatron.planner.ranking import TrainingMemory, training_memory
 
 QWEN = load_model(CONFIGS / "models" / "qwen3_235b_a22b.yaml")
 PARAMETERS = QWEN.num_parameters or 0

@@ -28,8 +28,8 @@ from typing import Any, BinaryIO, Literal
 from monta_megatron.common import launch_order, presets, strict_yaml
 from monta_megatron.common.presets import commit, versions
 from monta_megatron.common.ranks import why_ended
-from monta_megatron.tools.launch.arguments import words_of
 from monta_megatron.tools.launch.prepare import UNRESOLVED, Run, checked, prepare
+from monta_megatron.tools.launch.run_config import words_of
 
 START = Path(__file__).with_name("start.sh")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

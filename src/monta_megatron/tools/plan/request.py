@@ -14,12 +14,15 @@ from monta_megatron.planner.layout import (
     shape_of_layout,
     uneven_stages,
 )
-from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.model import Model
-from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
+from monta_megatron.planner.model import Model, load_model
 from monta_megatron.planner.plan import Plan, with_ranges
 from monta_megatron.planner.plan import plan as plan_shape
-from monta_megatron.planner.ranking import RankedLayout, rank_layouts
+from monta_megatron.planner.ranking import (
+    RankedLayout,
+    TrainingMemory,
+    rank_layouts,
+    training_memory,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from monta_megatron.planner.models.model import Reader, model_of
-from monta_megatron.tools.launch.arguments import DISPATCHER, PARALLEL_ARGUMENTS
+from monta_megatron.planner.model import Reader, model_of
 from monta_megatron.tools.launch.log import ITERATION, TIME_MS, read_log
+from monta_megatron.tools.launch.run_config import DISPATCHER, PARALLEL_ARGUMENTS
 from monta_megatron.tools.plan.request import PlanRequest
 
 # Colours, and what Ray says behind a line that several actors print, and Bridge behind a value.
