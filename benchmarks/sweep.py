@@ -29,7 +29,6 @@ from monta_megatron.common.tables import Progress, print_json
 from monta_megatron.common.text import advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import with_inter_rate
 from monta_megatron.tools.bench.report import Report, Row
 from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
 from monta_megatron.tools.pictures import check_can_plot
@@ -124,7 +123,7 @@ def _measure(parsed: argparse.Namespace, study: Study | None) -> int:
         from monta_megatron.tools.bench.point import measure_point
 
         if cluster is not None:
-            cluster = with_inter_rate(cluster, parsed.inter_rate_ratio)
+            cluster = cluster.at_rate("inter", parsed.inter_rate_ratio)
         emulated, ratio = EmulatedCluster.from_environment(), parsed.inter_rate_ratio
         left_here = [
             point

@@ -107,11 +107,12 @@ def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded)
     num_layers, frequency = args["num_layers"], args["moe_layer_freq"]
     expected = {
         **{name: args[name] for name in OF_THE_MODEL},
-        "num_moe_layers": sum(frequency) if isinstance(frequency, list) else num_layers,
         "num_experts": args["num_moe_experts"],
         "value_bytes": 2 if args["bf16"] else 4,
     }
     assert {name: getattr(model, name) for name in expected} == expected
+    num_moe_layers = sum(frequency) if isinstance(frequency, list) else num_layers
+    assert sum(model.moe_layers) == num_moe_layers
     assert args["moe_token_dispatcher_type"] == "monta"
     assert args["moe_monta_cluster"] == run.config.cluster
     assert args["expert_tensor_parallel_size"] == run.config.layout.etp

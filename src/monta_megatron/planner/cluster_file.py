@@ -153,15 +153,3 @@ def _spaced(text: str) -> str:
 
 def _models(text: str) -> list[tuple[str, int]]:
     return [(family, int(number)) for family, number in GPU_MODEL.findall(_spaced(text))]
-
-
-def with_inter_rate(cluster: Cluster, rate_ratio: float) -> Cluster:
-    """A cluster with a network of `rate_ratio` times the rate, and the same start times.
-
-    Raises:
-        ValueError: the ratio is not a number above 0.
-    """
-    holds = rate_ratio > 0 and math.isfinite(rate_ratio)
-    require(holds, "rate_ratio", rate_ratio, "be a number > 0")
-    scaled = cluster.at_rate("inter", rate_ratio)
-    return replace(scaled, name=f"{cluster.name}, network x {rate_ratio:.3g}")

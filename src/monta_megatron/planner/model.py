@@ -75,11 +75,6 @@ class Model:
     notes: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    @property
-    def num_moe_layers(self) -> int:
-        """Layers with experts."""
-        return sum(self.moe_layers)
-
 
 class Reader:
     """Reads typed values of arguments, and remembers which.

@@ -1,13 +1,12 @@
 """Plans: the selected chain, every candidate with its numbers, and why each was rejected."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.program import LINKS, Phase, Resource
-from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
+from monta_megatron.chains.program import LINKS, Resource
 from monta_megatron.core import Shape
 from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster, End
@@ -32,12 +31,12 @@ class StageCost:
         intra_bytes: bytes that leave ranks for others on their node, likewise.
     """
 
-    pass_name: Text
-    stage: Text
+    pass_name: str
+    stage: str
     resource: Literal[Resource, "host"]
-    alone_us: NonNegativeFloat
-    inter_bytes: NonNegativeFloat
-    intra_bytes: NonNegativeFloat
+    alone_us: float
+    inter_bytes: float
+    intra_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +55,13 @@ class Candidate:
         rejected: why it was not chosen; None for the choice.
     """
 
-    chain: Text
-    num_chunks: PositiveInt | None
-    predicted_us: NonNegativeFloat | None = None
-    range_us: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
-    inter_bytes: NonNegativeFloat | None = None
-    intra_bytes: NonNegativeFloat | None = None
-    peak_bytes: NonNegativeFloat | None = None
+    chain: str
+    num_chunks: int | None
+    predicted_us: float | None = None
+    range_us: tuple[float, float] | None = None
+    inter_bytes: float | None = None
+    intra_bytes: float | None = None
+    peak_bytes: float | None = None
     rejected: str | None = None
 
 
@@ -77,26 +76,24 @@ class Plan:
         range_us: as in `Candidate`.
         reason: why this one.
         shape: the exchange that it was made for.
-        phase: whose time counts.
         cluster: name of the cluster whose costs were used.
         stages: the choice, stage by stage.
         candidates: everything considered, the fastest first, what cannot run last.
-        notes: assumptions.
         rates: of large messages, as text, by resource of the cluster.
+        notes: assumptions.
     """
 
-    chain: Text
-    num_chunks: PositiveInt
-    predicted_us: NonNegativeFloat
-    reason: Text
+    chain: str
+    num_chunks: int
+    predicted_us: float
+    reason: str
     shape: Shape
-    phase: Phase
-    cluster: Text
-    range_us: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
-    stages: tuple[StageCost, ...] = ()
-    candidates: tuple[Candidate, ...] = ()
+    cluster: str
+    range_us: tuple[float, float] | None
+    stages: tuple[StageCost, ...]
+    candidates: tuple[Candidate, ...]
+    rates: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    rates: Mapping[str, Text] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Candidate:
@@ -194,7 +191,6 @@ def select_chain(
     shape: Shape,
     cluster: Cluster,
     *,
-    phase: Phase = "forward_backward",
     chains: Sequence[str] = tuple(CHAINS),
     num_chunks: Sequence[int] = NUM_CHUNKS,
 ) -> Selection:
@@ -203,7 +199,6 @@ def select_chain(
     Args:
         shape: the exchange.
         cluster: the cluster it runs on.
-        phase: the phase to choose for.
         chains: the chains to consider.
         num_chunks: the numbers of chunks to consider; a serial chain has one.
 
@@ -213,7 +208,7 @@ def select_chain(
     reasons = {name: CHAINS[name].incompatibility(shape.layout) for name in chains}
     incompatible = {name: reason for name, reason in reasons.items() if reason is not None}
     prices = [
-        price(shape, cluster, chain, number, phase)
+        price(shape, cluster, chain, number)
         for chain in (CHAINS[name] for name in chains if name not in incompatible)
         for number in ((1,) if chain.serial else num_chunks)
     ]
@@ -245,49 +240,56 @@ def _ratio(slower: Price, faster: Price) -> float:
     return slower.total_us / faster.total_us if faster.total_us > 0 else 1.0
 
 
-def plan(
-    shape: Shape, cluster: Cluster, *, phase: Phase = "forward_backward", **settings: Any
-) -> Plan:
+def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
     """Choose a chain and a number of chunks.
 
     Args:
         shape: the exchange.
         cluster: the cluster it runs on.
-        phase: the phase to choose for.
         settings: passed to `select_chain`.
 
     Raises:
         ValueError: no chain can run.
     """
-    selection = select_chain(shape, cluster, phase=phase, **settings)
-    chosen = selection.price
+    selection = select_chain(shape, cluster, **settings)
+    chosen, ends = selection.price, [cluster.at_end(end) for end in get_args(End)]
+
+    def range_us(of: Price) -> tuple[float, float] | None:
+        """The time at both ends of what was published, the less first."""
+        if ends[0] == ends[1] or not (of is chosen or of.chain.name == "alltoall"):
+            return None
+        low_us, high_us = sorted(
+            price(shape, end, of.chain, of.num_chunks).total_us for end in ends
+        )
+        return low_us, high_us
+
+    candidates = [
+        Candidate(
+            chain=each.chain.name,
+            num_chunks=each.num_chunks,
+            predicted_us=each.total_us,
+            range_us=range_us(each),
+            inter_bytes=each.sent_bytes("inter"),
+            intra_bytes=each.sent_bytes("intra"),
+            peak_bytes=each.peak_bytes,
+            rejected=selection.why_rejected(each),
+        )
+        for each in selection.prices
+    ]
+    candidates += (
+        Candidate(chain=name, num_chunks=None, rejected=reason)
+        for name, reason in selection.incompatible.items()
+    )
     return Plan(
         chain=chosen.chain.name,
         num_chunks=chosen.num_chunks,
         predicted_us=chosen.total_us,
         reason=selection.reason,
         shape=shape,
-        phase=phase,
         cluster=cluster.name,
+        range_us=next(each.range_us for each in candidates if each.rejected is None),
         stages=stage_costs(chosen),
-        candidates=(
-            *(
-                Candidate(
-                    chain=each.chain.name,
-                    num_chunks=each.num_chunks,
-                    predicted_us=each.total_us,
-                    inter_bytes=each.sent_bytes("inter"),
-                    intra_bytes=each.sent_bytes("intra"),
-                    peak_bytes=each.peak_bytes,
-                    rejected=selection.why_rejected(each),
-                )
-                for each in selection.prices
-            ),
-            *(
-                Candidate(chain=name, num_chunks=None, rejected=reason)
-                for name, reason in selection.incompatible.items()
-            ),
-        ),
+        candidates=tuple(candidates),
         rates={each: cluster.rate_of(each).in_both_units for each in cluster.resources},
     )
 
@@ -312,30 +314,3 @@ def stage_costs(of: Price) -> tuple[StageCost, ...]:
             intra_bytes=intra_bytes,
         )
     return tuple(costs.values())
-
-
-def with_ranges(plan: Plan, shape: Shape, cluster: Cluster) -> Plan:
-    """A plan with the range of its choice and of plain `alltoall`.
-
-    Args:
-        plan: made for the shape.
-        shape: the exchange.
-        cluster: whose likely costs were used.
-    """
-    ends = [cluster.at_end(end) for end in get_args(End)]
-    if ends[0] == ends[1]:
-        return plan
-
-    def range_us(of: Candidate) -> tuple[float, float] | None:
-        """The time at both ends, the less first."""
-        if of.num_chunks is None or (of.chain != "alltoall" and of.rejected is not None):
-            return of.range_us
-        chain, phase = CHAINS[of.chain], plan.phase
-        low_us, high_us = sorted(
-            price(shape, end, chain, of.num_chunks, phase).total_us for end in ends
-        )
-        return low_us, high_us
-
-    candidates = tuple(replace(each, range_us=range_us(each)) for each in plan.candidates)
-    ranged = replace(plan, candidates=candidates)
-    return replace(ranged, range_us=ranged.chosen.range_us)

@@ -197,11 +197,6 @@ class PassTraffic:
     pipeline: tuple[StageTraffic, ...]
     after: tuple[StageTraffic, ...]
 
-    @property
-    def stages(self) -> tuple[StageTraffic, ...]:
-        """Everything, in order."""
-        return (*self.before, *self.pipeline, *self.after)
-
 
 def pass_traffic(
     programs: Sequence[BoundProgram], num_tokens: float, num_exchanged_counts: int

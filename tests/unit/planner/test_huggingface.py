@@ -45,13 +45,14 @@ SIZES = {
 
 
 SIZE_NAMES = (
-    *("num_layers", "num_moe_layers", "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
     *("num_attention_heads", "moe_router_num_groups", "moe_router_group_topk"),
 )
 
 
 def sizes_of(model: Model) -> tuple[int | None, ...]:
-    return tuple(getattr(model, name) for name in SIZE_NAMES)
+    sizes = (getattr(model, name) for name in SIZE_NAMES)
+    return (model.num_layers, sum(model.moe_layers), *sizes)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -18,7 +18,6 @@ from monta_megatron.core import Shape
 from monta_megatron.planner import plan as planner_plan
 from monta_megatron.planner import price
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import with_inter_rate
 from monta_megatron.planner.layout import (
     ParallelLayout,
     exchange_of,
@@ -95,7 +94,7 @@ def test_known_choices(fused: bool) -> None:
         # A faster network: flat.
         (
             [0.25, 0.5, 1, 2, 4, 8, 16, 32],
-            lambda ratio, chains: plan(shape_of(16), with_inter_rate(A800, ratio), chains=chains),
+            lambda ratio, chains: plan(shape_of(16), A800.at_rate("inter", ratio), chains=chains),
             "hierarchical_alltoall",
             "alltoall_dedup",
         ),
@@ -166,12 +165,12 @@ def test_what_does_the_same_is_no_rival() -> None:
 
 
 def test_stages_add_up_to_the_candidate() -> None:
-    # A pair goes out with 4 bytes of probability and comes back without; 512 pairs for each rank,
-    # of which 8 are on the other node and 7 on this one.
-    found = plan(shape_of(16, tokens=1024), A800, chains=("alltoall",), phase="forward")
+    # A pair goes out with 4 bytes of probability and comes back without, and so do its gradients;
+    # 512 pairs for each rank, of which 8 are on the other node and 7 on this one.
+    found = plan(shape_of(16, tokens=1024), A800, chains=("alltoall",))
     (entry,) = found.candidates
     for resource, ranks in (("inter_bytes", 8), ("intra_bytes", 7)):
-        expected = 16 * ranks * 512 * (8196 + 8192)
+        expected = 2 * 16 * ranks * 512 * (8196 + 8192)
         assert getattr(entry, resource) == expected
         sent = {stage.stage: 0 for stage in found.stages}
         for stage in found.stages:

@@ -15,7 +15,7 @@ from monta_megatron.planner.layout import (
     uneven_stages,
 )
 from monta_megatron.planner.model import Model, load_model
-from monta_megatron.planner.plan import Plan, with_ranges
+from monta_megatron.planner.plan import Plan
 from monta_megatron.planner.plan import plan as plan_shape
 from monta_megatron.planner.ranking import (
     RankedLayout,
@@ -118,7 +118,7 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
 
     # Step 3: the chain.
     shape = shape_of_layout(model, layout, cluster.ranks_per_node, request.tokens)
-    plan = with_ranges(plan_shape(shape, cluster, **settings), shape, cluster)
+    plan = plan_shape(shape, cluster, **settings)
     notes = [
         f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}"
         for name, layers in (uneven_stages(model, layout.pp) or {}).items()
