@@ -32,7 +32,7 @@ FIELDS = (
 )
 # Those that the model names as Megatron does.
 OF_THE_MODEL = (
-    *("hidden_size", "num_layers", "num_attention_heads", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("num_layers", "num_attention_heads", "moe_router_topk", "moe_ffn_hidden_size"),
     *("moe_router_num_groups", "moe_router_group_topk", "seq_length", "micro_batch_size"),
 )
 ARGUMENTS = ("seq_length", "micro_batch_size", "global_batch_size", "data_parallel_size")
@@ -107,6 +107,7 @@ def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded)
     num_layers, frequency = args["num_layers"], args["moe_layer_freq"]
     expected = {
         **{name: args[name] for name in OF_THE_MODEL},
+        "row_size": args["hidden_size"],
         "num_experts": args["num_moe_experts"],
         "value_bytes": 2 if args["bf16"] else 4,
     }
@@ -129,7 +130,7 @@ def test_megatron_takes_models_without_a_run(tmp_path: Path, megatron: Preloaded
         args, model = validated(megatron, read(run)), load_model(name)
         expected = {field: args[field] for field in OF_THE_MODEL}
         assert {field: getattr(model, field) for field in expected} == expected
-        assert model.num_experts == args["num_moe_experts"]
+        assert (model.row_size, model.num_experts) == (args["hidden_size"], args["num_moe_experts"])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

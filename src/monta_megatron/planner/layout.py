@@ -74,11 +74,6 @@ class ParallelLayout:
         ):
             if whole % size != 0:
                 return f"{field}: got {size}, must divide {name} of {model.name} ({whole})"
-        if self.pp > model.num_layers:
-            return (
-                f"pp: got {self.pp}, must be at most num-layers of {model.name} "
-                f"({model.num_layers})"
-            )
         if uneven_stages(model, self.pp) is None:
             return (
                 f"pp: got {self.pp}, must leave some of the {model.num_layers} layers of "

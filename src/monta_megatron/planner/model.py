@@ -35,7 +35,6 @@ class Model:
 
     Attributes:
         name: what users call it.
-        hidden_size: H.
         row_size: values of a row that is sent to experts: the latent size, or H.
         num_layers: L.
         moe_layers: [L] whether a layer has experts.
@@ -56,7 +55,6 @@ class Model:
     """
 
     name: str
-    hidden_size: int
     row_size: int
     num_layers: int
     moe_layers: tuple[bool, ...]
@@ -215,7 +213,6 @@ def model_of(
     read.require_spelling()
     return Model(
         name=name,
-        hidden_size=hidden_size,
         row_size=row_size,
         num_layers=len(layers),
         moe_layers=tuple(layers),

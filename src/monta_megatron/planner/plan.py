@@ -1,7 +1,7 @@
 """Plans: the selected chain, every candidate with its numbers, and why each was rejected."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -96,16 +96,11 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     @property
-    def chosen(self) -> Candidate:
-        """The candidate that is not rejected."""
-        return next(entry for entry in self.candidates if entry.rejected is None)
-
-    @property
     def best(self) -> dict[str, Candidate]:
         """The choice, and the fastest number of chunks of every other chain, in order."""
         best: dict[str, Candidate] = {}
         for entry in self.candidates:
-            if entry.chain != self.chain or entry is self.chosen:
+            if entry.chain != self.chain or entry.rejected is None:
                 best.setdefault(entry.chain, entry)
         return best
 
@@ -125,14 +120,16 @@ class Plan:
         stock = self.best.get("alltoall")
         if stock is None or stock.predicted_us is None:
             return None
-        benefit = Benefit(
-            chain=self.chain, chosen_us=self.predicted_us, alltoall_us=stock.predicted_us
+        ratios = []
+        if stock.range_us is not None and self.range_us is not None:
+            times_us = ((stock.predicted_us, *stock.range_us), (self.predicted_us, *self.range_us))
+            ratios = [alltoall_us / us for alltoall_us, us in zip(*times_us, strict=True)]
+        return Benefit(
+            chain=self.chain,
+            chosen_us=self.predicted_us,
+            alltoall_us=stock.predicted_us,
+            ratio_range=(min(ratios), max(ratios)) if ratios else None,
         )
-        if stock.range_us is None or self.range_us is None:
-            return benefit
-        ends = zip(stock.range_us, self.range_us, strict=True)
-        ratios = [benefit.ratio, *(alltoall_us / chosen_us for alltoall_us, chosen_us in ends)]
-        return replace(benefit, ratio_range=(min(ratios), max(ratios)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,13 +159,12 @@ class Selection:
                 f"within the margin of {MARGIN:.0%}"
             )
         elif others:
-            times = _ratio(others[0], price)
+            times = others[0].total_us / price.total_us
             how = f"{times:.2f}x as fast as {others[0].choice.name}, the next chain"
         else:
             how = "the only chain that can run"
         resource, busy_us = price.busiest()
-        share = busy_us / price.total_us if price.total_us > 0 else 0.0
-        return f"{how}; the {resource} is busy for {share:.0%} of the time"
+        return f"{how}; the {resource} is busy for {busy_us / price.total_us:.0%} of the time"
 
     def why_rejected(self, price: Price) -> str | None:
         """Why something that can run was not chosen; None if it was."""
@@ -232,12 +228,8 @@ def select_chain(
 
 def percent(slower: Price, faster: Price) -> str:
     """1.234 times the time -> "23%", and "under 1%" instead of nothing."""
-    ratio = _ratio(slower, faster)
+    ratio = slower.total_us / faster.total_us
     return f"{ratio - 1:.0%}" if ratio >= 1.01 else "under 1%"
-
-
-def _ratio(slower: Price, faster: Price) -> float:
-    return slower.total_us / faster.total_us if faster.total_us > 0 else 1.0
 
 
 def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:

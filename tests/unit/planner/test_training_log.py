@@ -100,7 +100,7 @@ def test_configurations_of_bridge(tmp_path: Path, monta: Monta, label: str, prin
     log = read_training_log(path)
     model = model_of(log.arguments, "a", "b")
     assert model.moe_layers == (False, True, True)
-    assert (model.hidden_size, model.value_bytes, model.micro_batch_size) == (64, 2, 1)
+    assert (model.row_size, model.value_bytes, model.micro_batch_size) == (64, 2, 1)
     for name in ("swiglu", "group-query-attention", "untie-embeddings-and-output-weights"):
         assert log.arguments[name] is True
     for name in ("decoder-first-pipeline-num-layers", "num-query-groups"):

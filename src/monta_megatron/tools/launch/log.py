@@ -1,11 +1,8 @@
 """Lines of a training's log, from Megatron's loop and the dispatcher."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
-
-Entry = TypeVar("Entry")
 
 # Megatron's line: `iteration 2/ 10 | ... | elapsed time per iteration (ms): 81.4 | ... |
 # lm loss: 5.4E+00 | ...`.
@@ -43,31 +40,32 @@ class RunLog:
     chain: str | None
 
 
-def not_repeated(entries: Iterable[tuple[int, Entry]]) -> list[tuple[int, Entry]]:
-    """Records of a training by iteration, without those that it went back behind.
-
-    One that starts again, from a checkpoint or from the beginning, goes on in the same file.
-    """
-    kept: list[tuple[int, Entry]] = []
-    for iteration, entry in entries:
-        while kept and kept[-1][0] >= iteration:
-            kept.pop()
-        kept.append((iteration, entry))
-    return kept
-
-
 def read_log(text: str) -> RunLog:
-    """The log of a training that has ended, whether or not it came to its end."""
-    lines = not_repeated(
-        (int(match[1]), line) for line in text.splitlines() if (match := ITERATION.search(line))
-    )
+    """The log of a training that has ended, whether or not it came to its end.
+
+    A training that starts again, from a checkpoint or from the beginning, goes on in the same file;
+    iterations that it runs again count once.
+    """
+    lines: dict[int, str] = {}
+    last = None
+    for line in text.splitlines():
+        if match := ITERATION.search(line):
+            iteration = int(match[1])
+            if last is not None and iteration <= last:
+                lines = {number: lines[number] for number in lines if number < iteration}
+            lines[iteration], last = line, iteration
     peaks_mib = [float(peak) for peak in PEAK_MIB.findall(text)]
     chains = CHAIN.findall(text)
     return RunLog(
-        times_ms={n: float(match[1]) for n, line in lines if (match := TIME_MS.search(line))},
-        losses={n: float(match[1]) for n, line in lines if (match := LOSS.search(line))},
-        last_iteration=lines[-1][0] if lines else None,
+        times_ms=_values(TIME_MS, lines),
+        losses=_values(LOSS, lines),
+        last_iteration=last,
         # A rank without an accelerator says 0.
         peak_memory_bytes=max(peaks_mib, default=0.0) * 2**20 or None,
         chain=chains[-1] if chains else None,
     )
+
+
+def _values(pattern: re.Pattern[str], lines: Mapping[int, str]) -> dict[int, float]:
+    """The number of each iteration, where its line has one."""
+    return {n: float(match[1]) for n, line in lines.items() if (match := pattern.search(line))}

@@ -43,6 +43,17 @@ FolderName = Annotated[
 ]
 
 
+# Field of the layout -> Megatron's argument. All are passed on, because Megatron's defaults differ:
+# without an ETP it takes ETP = TP.
+PARALLEL_ARGUMENTS = {
+    "tp": "tensor-model-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunLayout:
     """Nodes, and the sizes of Megatron's parallel groups on them.
@@ -72,14 +83,8 @@ class RunLayout:
         Raises:
             ValueError: the sizes do not divide the ranks.
         """
-        return ParallelLayout(
-            world_size=self.nodes * self.ranks_per_node,
-            tp=self.tp,
-            ep=self.ep,
-            etp=self.etp,
-            pp=self.pp,
-            cp=self.cp,
-        )
+        sizes = {name: getattr(self, name) for name in PARALLEL_ARGUMENTS}
+        return ParallelLayout(world_size=self.nodes * self.ranks_per_node, **sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,15 +150,6 @@ class RunConfig:
     slurm: Slurm = field(default_factory=Slurm)
 
 
-# Field of the layout -> Megatron's argument. All are passed on, because Megatron's defaults differ:
-# without an ETP it takes ETP = TP.
-PARALLEL_ARGUMENTS = {
-    "tp": "tensor-model-parallel-size",
-    "ep": "expert-model-parallel-size",
-    "etp": "expert-tensor-parallel-size",
-    "pp": "pipeline-model-parallel-size",
-    "cp": "context-parallel-size",
-}
 DISPATCHER = "moe-token-dispatcher-type"
 MONTA_PREFIX = "moe-monta-"
 CLUSTER = "moe-monta-cluster"

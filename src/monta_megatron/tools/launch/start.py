@@ -182,12 +182,8 @@ class LaunchReport:
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        known = {"job": self.job, "exit_status": self.exit_status}
-        return {
-            **self.run.document(),
-            "command": self.command,
-            **{name: value for name, value in known.items() if value is not None},
-        }
+        started = {"exit_status": self.exit_status, "job": self.job}
+        return {**self.run.document(), "command": self.command, **started}
 
     def text(self) -> str:
         """The script that starts the run."""
@@ -244,15 +240,16 @@ def launch(
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         return replace(report, exit_status=done.returncode, job=done.stdout.strip() or None)
     path = run.directory / "logs" / "run.log"
-    why = None
+    why = ""
     try:
         status = run_and_log(command, path, output)
         if status != 0:
             why = f"failed, {why_ended(status, path)}"
     except KeyboardInterrupt as interrupt:
         status, why = 128 + int(interrupt.args[0]), "interrupted; every rank has ended"
-    for line in (f"log: {path}", *([] if why is None else [why])):
-        tell(line)
+    tell(f"log: {path}")
+    if why:
+        tell(why)
     return replace(report, exit_status=status)
 
 
