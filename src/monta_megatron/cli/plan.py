@@ -63,7 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
             planning.check_given(parsed, (), others, f"with --{flag}")
     if parsed.out is not None and parsed.out.exists():
         raise ValueError(f"--out: got {parsed.out}, must not exist")
-    from monta_megatron.planner.benefit import share_of
+    from monta_megatron.planner.plan import share_of
     from monta_megatron.tools.plan.report import PlanReport, sweep, write_run
     from monta_megatron.tools.plan.request import plan_request
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
 import pytest
-from clusters import CONFIGS, layout_of, preset, shape_of
+from clusters import CONFIGS, preset, shape_of
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.common.rules import hash_of
@@ -23,7 +23,6 @@ from monta_megatron.planner.layout import (
     exchange_of,
     priced_ranks,
     shape_of_layout,
-    shape_of_model,
 )
 from monta_megatron.planner.model import load_model
 from monta_megatron.planner.plan import Plan, plan
@@ -48,7 +47,7 @@ no_margin = pytest.mark.usefixtures("without_margin")
 def shape_of_preset(name: str, ep: int, etp: int = 1, tokens: int = 4096) -> Shape:
     """Of a model preset, on nodes of 8."""
     model = load_model(CONFIGS / "models" / f"{name}.yaml")
-    return shape_of_model(model, layout_of(ep, etp, 8, model.num_experts), tokens)
+    return shape_of_layout(model, ParallelLayout(world_size=ep * etp, ep=ep, etp=etp), 8, tokens)
 
 
 def paper_shape(tokens: int = 1024) -> Shape:

@@ -17,7 +17,7 @@ from monta_megatron.common.units import counted
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import shape_of_layout
-from monta_megatron.planner.model import model_of
+from monta_megatron.planner.model import Reader, model_of
 from monta_megatron.planner.plan import NUM_CHUNKS, Plan
 from monta_megatron.planner.plan import plan as plan_shape
 from monta_megatron.planner.ranking import training_memory
@@ -25,11 +25,11 @@ from monta_megatron.tools.launch.megatron_arguments import Answer
 from monta_megatron.tools.launch.run_config import (
     CLUSTER,
     DISPATCHER,
+    PARALLEL_ARGUMENTS,
     Arguments,
     RunConfig,
     from_words,
     merge,
-    reader_of,
     replaced,
     words_of,
 )
@@ -64,13 +64,10 @@ class Run:
     @property
     def words(self) -> list[list[str]]:
         """Words of each argument of the script, which reads the cluster file of the directory."""
-        copied = {CLUSTER: str(self.directory / "cluster.yaml")} if self.cluster else {}
-        return words_of(self.arguments | copied) + words_of(dict(self.config.script_arguments))
-
-    @property
-    def cluster(self) -> str | None:
-        """The cluster file that the dispatcher is given, or None."""
-        return self.arguments.get(CLUSTER)
+        arguments = dict(self.arguments)
+        if CLUSTER in arguments:
+            arguments[CLUSTER] = str(self.directory / "cluster.yaml")
+        return words_of(arguments) + words_of(dict(self.config.script_arguments))
 
     @property
     def lacks_to_resume(self) -> tuple[str, ...]:
@@ -80,9 +77,7 @@ class Run:
     def lines(self) -> Iterator[str]:
         """Layout, plan, notes and directory, a line each."""
         layout, plan = self.config.layout, self.plan
-        sizes = ", ".join(
-            f"{name.upper()} {getattr(layout, name)}" for name in ("tp", "ep", "etp", "pp", "cp")
-        )
+        sizes = ", ".join(f"{name.upper()} {getattr(layout, name)}" for name in PARALLEL_ARGUMENTS)
         nodes = counted(layout.nodes, "node")
         yield f"{nodes} x {counted(layout.ranks_per_node, 'rank')}: {sizes}"
         if plan is not None:
@@ -127,9 +122,8 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
     command_line = from_words(words)
     try:
         config = _with_files(_with_variables(config, directory), Path(file).absolute().parent)
-        name = config.name if config.model is None else Path(config.model).stem
         config, arguments, notes = merge(config, command_line)
-        plan, notes_of_plan = plan_run(config, arguments, name)
+        plan, notes_of_plan = plan_run(config, arguments)
         missing = _missing_script(config)
         if missing is not None and not dry_run:
             raise ValueError(missing)
@@ -144,9 +138,7 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
     )
 
 
-def plan_run(
-    config: RunConfig, arguments: Arguments, name: str
-) -> tuple[Plan | None, tuple[str, ...]]:
+def plan_run(config: RunConfig, arguments: Arguments) -> tuple[Plan | None, tuple[str, ...]]:
     """Plan a run from its arguments, for comparison with what it measures.
 
     The run itself is given the cluster, not this plan: a plan is for one number of tokens, and the
@@ -155,7 +147,6 @@ def plan_run(
     Args:
         config: the configuration, with paths resolved and everything merged.
         arguments: Megatron's arguments.
-        name: of the model.
 
     Returns:
         The plan, or None where there is nothing to plan; notes for the user.
@@ -169,7 +160,7 @@ def plan_run(
         return None, ("no plan: the file names no model and cluster",)
 
     # Step 1: check that model, cluster and layout fit together.
-    model, layout = model_of(arguments, name, "megatron"), config.layout.parallel
+    model, layout = model_of(arguments, config.name, "megatron"), config.layout.parallel
     has_kernels = arguments.get("moe-monta-kernels") != "torch"
     cluster = load_cluster(str(arguments[CLUSTER])).with_kernels(has_kernels)
     try:
@@ -184,7 +175,7 @@ def plan_run(
             f"layout.nodes * ranks_per_node: got {layout.world_size}, must be at most the "
             f"{cluster.num_ranks} ranks of {cluster.name}; its num_nodes is that of the cluster"
         )
-    read = reader_of(arguments)
+    read = Reader(arguments, "megatron")
     ranks_per_node = read.size("moe-monta-ranks-per-node", cluster.ranks_per_node)
     notes = list(model.notes)
     if ranks_per_node != config.layout.ranks_per_node:
@@ -194,18 +185,18 @@ def plan_run(
         )
 
     # Step 2: plan the exchange that the dispatcher will have to plan.
-    chains, num_chunks = _candidates(arguments)
+    chains, num_chunks = _candidates(read)
     shape = shape_of_layout(model, layout, ranks_per_node)
     planned = plan_shape(shape, cluster, chains=chains, num_chunks=num_chunks)
     memory = training_memory(model, cluster, layout, shape.tokens_per_rank)
     return planned, (*notes, f"needs {memory.text}")
 
 
-def _candidates(arguments: Arguments) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _candidates(read: Reader) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The chains and numbers of chunks that the run can choose from."""
     name = "moe-monta-num-chunks"
-    num_chunks = reader_of(arguments).optional(name)
-    chain, known = arguments.get("moe-monta-chain", AUTO), (AUTO, *CHAINS)
+    num_chunks = read.optional(name)
+    chain, known = read.value("moe-monta-chain") or AUTO, (AUTO, *CHAINS)
     if chain == AUTO:
         return tuple(CHAINS), NUM_CHUNKS if num_chunks is None else (num_chunks,)
     if chain not in known:

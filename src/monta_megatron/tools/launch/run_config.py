@@ -206,11 +206,6 @@ def words_of(arguments: Arguments) -> list[list[str]]:
     ]
 
 
-def reader_of(arguments: Arguments) -> Reader:
-    """Reads sizes of Megatron's arguments; errors name the run file's key."""
-    return Reader(arguments, "megatron")
-
-
 def merge(
     config: RunConfig, command_line: Arguments
 ) -> tuple[RunConfig, Arguments, tuple[str, ...]]:
@@ -246,7 +241,7 @@ def merge(
         arguments = {name: arguments[name] for name in arguments if name not in ours}
 
     # Step 3: the layout, and the arguments that are its.
-    read = reader_of(arguments)
+    read = Reader(arguments, "megatron")
     sizes = {
         field: read.size(name, getattr(config.layout, field))
         for field, name in PARALLEL_ARGUMENTS.items()

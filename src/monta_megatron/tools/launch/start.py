@@ -136,8 +136,8 @@ def _fill(folder: Path, run: Run) -> None:
     folder.mkdir(mode=0o700)
     (folder / "logs").mkdir()
     config = run.config
-    if run.cluster is not None:
-        shutil.copyfile(presets.find("clusters", run.cluster), folder / "cluster.yaml")
+    if config.cluster is not None:
+        shutil.copyfile(presets.find("clusters", config.cluster), folder / "cluster.yaml")
         config = replace(config, cluster="cluster.yaml")
     (folder / "config.yaml").write_text(strict_yaml.dump(config), encoding="utf-8")
     documents = {"versions": _versions(run)}

@@ -18,10 +18,9 @@ from monta_megatron.common.rules import require
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import counted, size_text
 from monta_megatron.core import Choice
-from monta_megatron.planner.benefit import IterationShare
 from monta_megatron.planner.curves import RESOURCE_NAMES
 from monta_megatron.planner.layout import uneven_stages
-from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.plan import IterationShare, Plan
 from monta_megatron.planner.ranking import best, cross_or_stay
 from monta_megatron.tools.plan.request import Planned, PlanRequest, plan_request
 
@@ -75,10 +74,9 @@ class PlanReport:
         if ranking is None:
             rows = _table(CHAINS, planned.plan.best.values())
         else:
-            first = [best(ranking, in_node=True), best(ranking, in_node=False)]
-            first = [layout for layout in first if layout is not None]
-            others = [layout for layout in ranking if layout not in first]
-            rows = _table(LAYOUTS, [*first, *others][:MOST_LAYOUTS])
+            inside, across = best(ranking, in_node=True), best(ranking, in_node=False)
+            order = sorted(ranking, key=lambda each: (each is not inside, each is not across))
+            rows = _table(LAYOUTS, order[:MOST_LAYOUTS])
             rows.append(f"{len(ranking)} layouts fit; all of them with --json")
         fields = [_WRAPPER.wrap(f"{name:<10}{text}") for name, text in self._fields()]
         room = MOST_LINES - len(lines) - len(rows) - 1

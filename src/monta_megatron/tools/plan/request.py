@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monta_megatron.common.rules import PositiveInt, require
-from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import (
@@ -15,7 +14,7 @@ from monta_megatron.planner.layout import (
     uneven_stages,
 )
 from monta_megatron.planner.model import Model, load_model
-from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.plan import Benefit, Plan
 from monta_megatron.planner.plan import plan as plan_shape
 from monta_megatron.planner.ranking import (
     RankedLayout,
