@@ -13,7 +13,7 @@ from report import ShowProgress, progress
 from trainings import NODES, RANKS_PER_NODE
 
 from monta_megatron.common.ranks import cause_of
-from monta_megatron.tools.launch.log import RunLog, read_log
+from monta_megatron.tools.training_log import RunLog, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "runs" / "quickstart"

@@ -74,7 +74,7 @@ def run(parsed: argparse.Namespace) -> int:
         print_report(sweep(request, *parsed.sweep), parsed.json)
         return 0
     if parsed.log is not None:
-        from monta_megatron.tools.plan.training_log import read_training_log
+        from monta_megatron.tools.training_log import read_training_log
 
         log = read_training_log(parsed.log)
         request, iteration_ms, ran = log.request(request), log.iteration_ms, log.dispatcher

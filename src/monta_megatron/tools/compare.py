@@ -24,9 +24,9 @@ from monta_megatron.common.presets import commit, machine, versions
 from monta_megatron.common.ranks import ended, why_ended
 from monta_megatron.common.tables import table
 from monta_megatron.common.units import size_text
-from monta_megatron.tools.launch.log import RunLog, read_log
 from monta_megatron.tools.launch.prepare import free_directory
 from monta_megatron.tools.launch.run_config import RunConfig
+from monta_megatron.tools.training_log import RunLog, read_log
 
 MONTA, STOCK, FLEX = "monta", "alltoall", "flex"
 DISPATCHER = "--moe-token-dispatcher-type"

@@ -9,7 +9,7 @@ from training_logs import QWEN3_30B, TRAINING, arguments_block, iteration_lines,
 
 from monta_megatron.planner.model import model_of
 from monta_megatron.tools.plan.request import PlanRequest
-from monta_megatron.tools.plan.training_log import TrainingLog, read_training_log
+from monta_megatron.tools.training_log import TrainingLog, read_training_log
 
 ON_16 = {**QWEN3_30B, "world_size": 16, "expert_model_parallel_size": 16}
 CLUSTER = ["--cluster", "h100_8x_ndr"]
