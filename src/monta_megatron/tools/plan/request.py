@@ -136,7 +136,7 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         cluster=cluster,
         layout=layout,
         ranking=ranking,
-        plan=replace(plan, notes=(*notes, *plan.notes, *model.notes)),
+        plan=replace(plan, notes=(*notes, *model.notes)),
         memory=training_memory(model, cluster, layout, tokens),
         benefit=benefit,
     )
