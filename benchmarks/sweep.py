@@ -28,7 +28,6 @@ from monta_megatron.common.rules import positive
 from monta_megatron.common.text import Progress, advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import with_inter_rate
 from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
 from monta_megatron.tools.pictures import check_can_plot
 
@@ -128,7 +127,7 @@ def _measure(parsed: argparse.Namespace, study: Study) -> int:
 
         ratio = parsed.inter_rate_ratio
         if cluster is not None:
-            cluster = with_inter_rate(cluster, ratio)
+            cluster = cluster.at_rate("inter", ratio)
         # The first rank's, which alone has read the results.
         left = gather_objects(
             [point for point in points if not is_measured(kept, point.settings, ratio, study)]

@@ -13,7 +13,7 @@ from prepare_text import prepare, python_documentation
 from trainings import NODES, RANKS_PER_NODE, Training, megatron_arguments
 
 from monta_megatron.common.torchrun import why_ended
-from monta_megatron.tools.launch.log import RunLog, read_log
+from monta_megatron.tools.training_log import RunLog, read_log
 
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "quickstart"
 ENVIRONMENT = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prepare_text import VOCAB_SIZE
 
-from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
+from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
 
 NODES, RANKS_PER_NODE = 2, 2
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from monta_megatron.integration.layer import LayerStatistics
     from monta_megatron.planner.cluster import Cluster
-    from monta_megatron.planner.models.model import Model
+    from monta_megatron.planner.model import Model
     from monta_megatron.planner.plan import Plan
 
 

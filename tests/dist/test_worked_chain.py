@@ -10,8 +10,8 @@ from pool import Pools
 from monta_megatron.chains import CHAINS
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
+from monta_megatron.planner.model import load_model
 from monta_megatron.planner.plan import plan
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,9 +56,9 @@ def test_the_tests_of_the_page_pass(pools: Pools, tests: dict[str, Test]) -> Non
 def test_the_planner_prices_it(tests: dict[str, Test]) -> None:
     model = load_model(REPOSITORY / "configs/models/olmoe_1b_7b.yaml")
     cluster = strict_yaml.load(Cluster, REPOSITORY / "configs/clusters/emulated_2x4_500mbit.yaml")
-    place = exchange_of(ParallelLayout(world_size=8, ep=8), model.num_experts, 4)
+    shape = shape_of_layout(model, ParallelLayout(world_size=8, ep=8), 4, 512)
     chains = ["rail_allgather", "hierarchical_allgather"]
-    found = plan(shape_of_model(model, place, 512), cluster, chains=chains, num_chunks=[4])
+    found = plan(shape, cluster, chains=chains, num_chunks=[4])
     bytes_of = {entry.chain: entry.inter_bytes for entry in found.candidates}
     # Top-8 of 64 on 2 nodes: nearly every token goes to both, so they send nearly the same.
     assert bytes_of["rail_allgather"] == pytest.approx(bytes_of["hierarchical_allgather"], rel=0.02)

@@ -11,8 +11,8 @@ from monta_megatron.tools.compare import (
     megatron_words,
     speedup,
 )
-from monta_megatron.tools.launch.arguments import from_words
-from monta_megatron.tools.launch.log import RunLog, read_log
+from monta_megatron.tools.launch.run_config import from_words
+from monta_megatron.tools.training_log import RunLog, read_log
 
 LOG = """
 monta: alltoall in 1 chunk, EP 4 x ETP 1 over 2 nodes: as asked for

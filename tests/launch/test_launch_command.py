@@ -13,8 +13,8 @@ from commands import Monta
 from published_configs import CONFIGS as PUBLISHED
 
 from monta_megatron.tools.launch import start
-from monta_megatron.tools.launch.arguments import from_words
 from monta_megatron.tools.launch.prepare import Run, checked, prepare
+from monta_megatron.tools.launch.run_config import from_words
 from monta_megatron.tools.launch.start import choose_start, run_script, start_command
 
 GOLDEN = Path(__file__).parent / "golden"

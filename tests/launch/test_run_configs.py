@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from preloaded import Preloaded
 
-from monta_megatron.planner.models.files import load_model
-from monta_megatron.tools.launch.arguments import words_of
+from monta_megatron.planner.model import load_model
 from monta_megatron.tools.launch.prepare import Run, prepare
+from monta_megatron.tools.launch.run_config import words_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted((CONFIGS / "runs").glob("*.yaml"))
@@ -32,7 +32,7 @@ FIELDS = (
 )
 # Those that the model names as Megatron does.
 OF_THE_MODEL = (
-    *("hidden_size", "num_layers", "num_attention_heads", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("num_layers", "num_attention_heads", "moe_router_topk", "moe_ffn_hidden_size"),
     *("moe_router_num_groups", "moe_router_group_topk", "seq_length", "micro_batch_size"),
 )
 ARGUMENTS = ("seq_length", "micro_batch_size", "global_batch_size", "data_parallel_size")
@@ -107,11 +107,13 @@ def test_megatron_takes_it_and_the_model_agrees(path: Path, megatron: Preloaded)
     num_layers, frequency = args["num_layers"], args["moe_layer_freq"]
     expected = {
         **{name: args[name] for name in OF_THE_MODEL},
-        "num_moe_layers": sum(frequency) if isinstance(frequency, list) else num_layers,
+        "row_size": args["hidden_size"],
         "num_experts": args["num_moe_experts"],
         "value_bytes": 2 if args["bf16"] else 4,
     }
     assert {name: getattr(model, name) for name in expected} == expected
+    num_moe_layers = sum(frequency) if isinstance(frequency, list) else num_layers
+    assert sum(model.moe_layers) == num_moe_layers
     assert args["moe_token_dispatcher_type"] == "monta"
     assert args["moe_monta_cluster"] == run.config.cluster
     assert args["expert_tensor_parallel_size"] == run.config.layout.etp
@@ -128,7 +130,7 @@ def test_megatron_takes_models_without_a_run(tmp_path: Path, megatron: Preloaded
         args, model = validated(megatron, read(run)), load_model(name)
         expected = {field: args[field] for field in OF_THE_MODEL}
         assert {field: getattr(model, field) for field in expected} == expected
-        assert model.num_experts == args["num_moe_experts"]
+        assert (model.row_size, model.num_experts) == (args["hidden_size"], args["num_moe_experts"])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -12,10 +12,9 @@ import yaml
 from commands import needs_training
 from interrupts import interrupt, started, wait_for
 
-from monta_megatron.tools.launch.log import read_log
 from monta_megatron.tools.launch.start import START
 from monta_megatron.tools.plan.request import PlanRequest
-from monta_megatron.tools.plan.training_log import read_training_log
+from monta_megatron.tools.training_log import read_log, read_training_log
 
 CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 LAUNCH = [sys.executable, "-m", "monta_megatron", "launch"]

@@ -71,7 +71,7 @@ def pretrain(script: list[str], arguments: str, folder: Path) -> str:
         arguments: Megatron's, besides the model's.
         folder: working directory, which gets caches.
     """
-    from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
+    from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
 
     environment = {"MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS))

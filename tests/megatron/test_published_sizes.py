@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from published_configs import CONFIGS, NEEDS_TRANSFORMER_ENGINE, NUM_PARAMETERS, OF_THE_CLASS
+from published_configs import (
+    CONFIGS,
+    NEEDS_TRANSFORMER_ENGINE,
+    NUM_PARAMETERS,
+    OF_THE_CLASS,
+    model_of_config,
+)
 
-from monta_megatron.planner.models.config_json import model_of_config
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.model import Model
 
 pytest.importorskip("megatron.training")
 
@@ -91,7 +96,8 @@ def test_the_model_has_the_published_size(name: str, monkeypatch: pytest.MonkeyP
     model = model_of_config(CONFIGS[name], name)
     one = num_parameters(model, [1], monkeypatch)
     moe = num_parameters(model, [1, 1], monkeypatch) - one
-    num_dense = model.num_layers - model.num_moe_layers
+    num_moe = sum(model.moe_layers)
+    num_dense = model.num_layers - num_moe
     dense = num_parameters(model, [0, 1], monkeypatch) - one if num_dense else 0
-    total = one + moe * (model.num_moe_layers - 1) + dense * num_dense
+    total = one + moe * (num_moe - 1) + dense * num_dense
     assert total == pytest.approx({**NUM_PARAMETERS, **OF_THE_CLASS}[name], rel=0.02)

@@ -125,7 +125,7 @@ def train(
     script: Path = SCRIPTS / "train.py",
 ) -> list[dict]:
     """Train on 4 CPU ranks; the lines of the run's record."""
-    from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
+    from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
 
     folder = folder / dispatcher
     folder.mkdir()

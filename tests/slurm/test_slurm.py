@@ -72,7 +72,7 @@ def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
 ) -> None:
     if importlib.util.find_spec("megatron.training") is None:
         pytest.skip("needs megatron.training: pip install 'megatron-core[training]>=0.19'")
-    from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
+    from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
 
     sys.path.insert(0, str(QUICKSTART))
     try:

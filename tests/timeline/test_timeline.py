@@ -14,8 +14,8 @@ from linear_pipeline import Stage, operation_of, work_of
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import with_waits
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
+from monta_megatron.planner.model import load_model
 from monta_megatron.planner.price import price
 from monta_megatron.tools.timeline.report import of_trace, overlap_of, predict
 from monta_megatron.tools.trace import STOCK, Span, Timeline, Trace, Track, lanes_of
@@ -41,8 +41,7 @@ def timeline(name: str, *ranks: Sequence[Span]) -> Timeline:
 
 def test_predicted_spans_are_those_of_the_schedule() -> None:
     model, cluster = load_model(MODEL), load_cluster(CLUSTER)
-    layout = exchange_of(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
-    shape = shape_of_model(model, layout, 4096)
+    shape = shape_of_layout(model, ParallelLayout(world_size=16, ep=16), 8, 4096)
     chain = CHAINS["hierarchical_alltoall"]
     found, predicted = price(shape, cluster, chain, 4), predict(shape, cluster, chain, 4)
     (track,) = predicted.tracks

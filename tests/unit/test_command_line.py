@@ -46,7 +46,7 @@ def parser(**environment: str) -> Iterator[Parse]:
     """Parses command lines as the only rank."""
     environment |= {"MONTA_CPU_RANKS": "1", "RANK": "0", "WORLD_SIZE": "1"}
     megatron = Preloaded("megatron.training.arguments", **environment)
-    from monta_megatron.emulation.cpu_ranks_arguments import CPU_RANKS_ARGUMENTS
+    from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
 
     def parse(
         arguments: str, version: str | None = None, **environment: str

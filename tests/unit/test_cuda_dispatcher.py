@@ -30,7 +30,7 @@ from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import planner_for
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.model import load_model
 from monta_megatron.planner.price import lower_expected
 
 LAYOUT = LAYOUTS[16, 1]

@@ -6,7 +6,7 @@ import pytest
 
 from monta_megatron.common import files
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.model import load_model
 
 
 def test_an_existing_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from monta_megatron.chains.program import (
 from monta_megatron.core import Layout
 from monta_megatron.exchange.operations import OPERATIONS
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout, exchange_of, shape_of_model
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
+from monta_megatron.planner.model import load_model
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.price import bind_expected, lower_expected
 from monta_megatron.planner.traffic import FUSED_HOST_OPERATIONS
@@ -104,7 +104,6 @@ def test_one_structure_serves_all_counts_widths_and_ranks() -> None:
 @pytest.mark.parametrize("policy", get_args(Policy))
 @pytest.mark.parametrize("num_chunks", [1, 4])
 def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int) -> None:
-    layout = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
     # That one has no other implementation than a kernel; the two that it stands for have.
     assert {*OPERATIONS, "to_experts"} == set(get_args(Kind)) <= set(FUSED_HOST_OPERATIONS)
     pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
@@ -112,7 +111,7 @@ def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int)
 
     assert set(FUSED_OPERATIONS) == set(get_args(Kind))
     model = load_model(CONFIGS / "models/olmoe_1b_7b.yaml")
-    shape = shape_of_model(model, layout, 512)
+    shape = shape_of_layout(model, ParallelLayout(world_size=4, ep=4), 2, 512)
     for chain in CHAINS.values():
         bound = bind_expected(shape, chain, 1 if chain.serial else num_chunks, shape.layout)
         for pass_ in FORWARD_BACKWARD:
@@ -127,8 +126,7 @@ def test_long_sequences_hold_a_window_of_chunks() -> None:
     """131,072 tokens per rank, Qwen3-235B at EP 16 on two nodes, by PyTorch's operations."""
     model = load_model(CONFIGS / "models/qwen3_235b_a22b.yaml")
     cluster = load_cluster("h100_8x_ndr")
-    place = exchange_of(ParallelLayout(world_size=16, ep=16), model.num_experts, 8)
-    shape = shape_of_model(model, place, 131_072)
+    shape = shape_of_layout(model, ParallelLayout(world_size=16, ep=16), 8, 131_072)
 
     found = plan(shape, cluster.with_kernels(False))
     held = {(each.chain, each.num_chunks): each.peak_bytes or 0.0 for each in found.candidates}

@@ -12,7 +12,7 @@ from run_python import run_python
 import monta_megatron
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.model import load_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"ep": 8, "etp": 2}

@@ -79,26 +79,26 @@ def run_plan(parsed: argparse.Namespace) -> int:
             _check_given(parsed, (), others, f"with --{flag}")
     if parsed.out is not None and parsed.out.exists():
         raise ValueError(f"--out: got {parsed.out}, must not exist")
-    from monta_megatron.planner.benefit import share_of
+    from monta_megatron.planner.plan import share_of
     from monta_megatron.tools.plan.report import PlanReport
     from monta_megatron.tools.plan.request import plan_request
 
     request, iteration_ms, ran = _request_of(parsed), parsed.iteration_ms, "alltoall"
     if parsed.sweep is not None:
-        from monta_megatron.tools.plan.sweep import sweep
+        from monta_megatron.tools.plan.report import sweep
 
         if parsed.sweep[0] != "ep":
             _check_given(parsed, ("ep",), (), "with --sweep")
         print_report(sweep(request, *parsed.sweep), parsed.json)
         return 0
     if parsed.log is not None:
-        from monta_megatron.tools.plan.training_log import read_training_log
+        from monta_megatron.tools.training_log import read_training_log
 
         log = read_training_log(parsed.log)
         request, iteration_ms, ran = log.request(request), log.iteration_ms, log.dispatcher
     planned = plan_request(request)
     if parsed.out is not None:
-        from monta_megatron.tools.plan.run_file import write_run
+        from monta_megatron.tools.plan.report import write_run
 
         write_run(parsed.out, request, planned)
         tell("plan", f"wrote {parsed.out}")

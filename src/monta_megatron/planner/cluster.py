@@ -182,9 +182,8 @@ class Cluster:
         scaled = self
         for resource, link in self.links.items():
             scaled = scaled.at_rate(resource, link.ratio_at(end))
-        if self.host.range is None:
-            return scaled
-        return replace(scaled, host=replace(self.host, speed=self.host.range[end]))
+        speed = self.host.speed if self.host.range is None else self.host.range[end]
+        return replace(scaled, host=replace(self.host, speed=speed))
 
     def at_rate(self, resource: Resource, ratio: float) -> "Cluster":
         """The cluster where one resource has `ratio` times its rate, and the same start times."""
@@ -279,11 +278,6 @@ class Cluster:
         assert link.rate is not None, "a link without curves has a rate"
         return link.rate.times(link.rate_ratio)
 
-    @property
-    def _share_of_network(self) -> Rate:
-        """A rank's share of its node's network."""
-        return self.rate_of("inter").times(self.nics_per_node / self.ranks_per_node)
-
     def factor(self, first: Resource, second: Resource) -> float:
         """Factor by which an operation on `first` is slowed while one on `second` runs.
 
@@ -345,8 +339,10 @@ class Cluster:
         factors = {(a, b): 2.0 if a == b else 1.0 for a in RESOURCES for b in RESOURCES}
         memory = self.rate_of("memory").gbytes_per_s
         for link in self.resources[:-1]:
-            rate = self._share_of_network if link == "inter" else self.rate_of(link)
-            left = memory - 2 * rate.gbytes_per_s
+            rate = self.rate_of(link).gbytes_per_s
+            if link == "inter":
+                rate *= self.nics_per_node / self.ranks_per_node
+            left = memory - 2 * rate
             factor = min(memory / left, 2.0) if left > 0 else 2.0
             factors[link, "memory"] = factors["memory", link] = factor
         for first, second, factor in self.contention:

@@ -31,9 +31,10 @@ much the second slows the first).
 
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -65,22 +66,21 @@ def load_cluster(path: str | Path) -> Cluster:
 
 def dump_cluster(cluster: Cluster) -> str:
     """A cluster as the text of its file, without what has its default; a row is a line."""
-    data = strict_yaml.plain(cluster)
     lines = []
-    for entry in fields(cluster):
-        value = data[entry.name]
-        if getattr(cluster, entry.name) == entry.default:
-            continue
-        if entry.name == "curves":
-            lines += [f"{entry.name}:", *(f"- {_in_line(row)}" for row in value)]
+    for name, value in _without_defaults(cluster).items():
+        if name == "curves":
+            lines += [f"{name}:", *(f"- {_in_line(row)}" for row in value)]
         else:
-            if isinstance(value, dict):
-                defaults = {
-                    part.name: part.default for part in fields(getattr(cluster, entry.name))
-                }
-                value = {name: of for name, of in value.items() if of != defaults[name]}
-            lines.append(f"{entry.name}: {_in_line(value)}")
+            lines.append(f"{name}: {_in_line(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _without_defaults(value: Any) -> Any:
+    """A dataclass as plain data, without what has its default."""
+    if not is_dataclass(value) or isinstance(value, Rate):
+        return strict_yaml.plain(value)
+    each = ((entry, getattr(value, entry.name)) for entry in fields(value))
+    return {e.name: _without_defaults(part) for e, part in each if part != e.default}
 
 
 def _in_line(value: object) -> str:
@@ -153,15 +153,3 @@ def _spaced(text: str) -> str:
 
 def _models(text: str) -> list[tuple[str, int]]:
     return [(family, int(number)) for family, number in GPU_MODEL.findall(_spaced(text))]
-
-
-def with_inter_rate(cluster: Cluster, rate_ratio: float) -> Cluster:
-    """A cluster with a network of `rate_ratio` times the rate, and the same start times.
-
-    Raises:
-        ValueError: the ratio is not a number above 0.
-    """
-    holds = rate_ratio > 0 and math.isfinite(rate_ratio)
-    require(holds, "rate_ratio", rate_ratio, "be a number > 0")
-    scaled = cluster.at_rate("inter", rate_ratio)
-    return replace(scaled, name=f"{cluster.name}, network x {rate_ratio:.3g}")

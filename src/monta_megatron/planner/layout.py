@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
-from monta_megatron.planner.models.model import HYBRID_PATTERNS, Model, Reader
+from monta_megatron.planner.model import HYBRID_PATTERNS, Model, Reader
 from monta_megatron.planner.routing import UniformRouting
 
 # An index of rows has 32 bits.
@@ -74,11 +74,6 @@ class ParallelLayout:
         ):
             if whole % size != 0:
                 return f"{field}: got {size}, must divide {name} of {model.name} ({whole})"
-        if self.pp > model.num_layers:
-            return (
-                f"pp: got {self.pp}, must be at most num-layers of {model.name} "
-                f"({model.num_layers})"
-            )
         if uneven_stages(model, self.pp) is None:
             return (
                 f"pp: got {self.pp}, must leave some of the {model.num_layers} layers of "
@@ -159,25 +154,23 @@ def _peers_on_node(layout: Layout, rank: int) -> tuple[int, ...]:
     return tuple(sum(layout.nodes[peer] == node for peer in peers) for peers in groups)
 
 
-def shape_of_model(model: Model, layout: Layout, tokens_per_rank: int) -> Shape:
-    """A model's exchange, with the model's own router."""
+def shape_of_layout(
+    model: Model, layout: ParallelLayout, ranks_per_node: int, tokens_per_rank: int | None = None
+) -> Shape:
+    """The exchange of a layout, with the model's own router.
+
+    Without tokens, those that follow from the model's batch.
+    """
+    tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
+    require(tokens <= MOST_TOKENS, "tokens", tokens, f"be at most {MOST_TOKENS:,} on a rank")
     return Shape(
-        layout=layout,
+        layout=exchange_of(layout, model.num_experts, ranks_per_node),
         hidden_size=model.row_size,
         value_bytes=model.value_bytes,
         prob_bytes=model.prob_bytes,
         routing=uniform_routing(model),
-        tokens_per_rank=tokens_per_rank,
+        tokens_per_rank=tokens,
     )
-
-
-def shape_of_layout(
-    model: Model, layout: ParallelLayout, ranks_per_node: int, tokens_per_rank: int | None = None
-) -> Shape:
-    """The exchange of a layout; without tokens, those that follow from the model's batch."""
-    tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
-    require(tokens <= MOST_TOKENS, "tokens", tokens, f"be at most {MOST_TOKENS:,} on a rank")
-    return shape_of_model(model, exchange_of(layout, model.num_experts, ranks_per_node), tokens)
 
 
 def most_moe_layers(model: Model, pp: int) -> int:

@@ -1,15 +1,16 @@
-"""Plans: the selected chain, every candidate with its numbers, and why each was rejected."""
+"""Plans: the selected chain, why, what it gains, and every candidate with its numbers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, Literal, get_args
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.program import LINKS, Phase, Resource
-from monta_megatron.common.rules import NonNegativeFloat, PositiveInt, Text
+from monta_megatron.chains.program import LINKS, Resource
+from monta_megatron.common.rules import require
+from monta_megatron.common.text import counted, time_text
 from monta_megatron.core import Shape
-from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster, End
 from monta_megatron.planner.price import Price, price
 from monta_megatron.planner.schedule import Times
@@ -32,12 +33,12 @@ class StageCost:
         intra_bytes: bytes that leave ranks for others on their node, likewise.
     """
 
-    pass_name: Text
-    stage: Text
+    pass_name: str
+    stage: str
     resource: Literal[Resource, "host"]
-    alone_us: NonNegativeFloat
-    inter_bytes: NonNegativeFloat
-    intra_bytes: NonNegativeFloat
+    alone_us: float
+    inter_bytes: float
+    intra_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +57,85 @@ class Candidate:
         rejected: why it was not chosen; None for the choice.
     """
 
-    chain: Text
-    num_chunks: PositiveInt | None
-    predicted_us: NonNegativeFloat | None = None
-    range_us: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
-    inter_bytes: NonNegativeFloat | None = None
-    intra_bytes: NonNegativeFloat | None = None
-    peak_bytes: NonNegativeFloat | None = None
+    chain: str
+    num_chunks: int | None
+    predicted_us: float | None = None
+    range_us: tuple[float, float] | None = None
+    inter_bytes: float | None = None
+    intra_bytes: float | None = None
+    peak_bytes: float | None = None
     rejected: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benefit:
+    """Benefit of a choice over stock `alltoall`, per exchange of one MoE layer and micro-batch.
+
+    A pipeline waits for the stage with the most MoE layers, once for every micro-batch. Its bubble,
+    which shrinks too where the exchanges are shorter, is left out.
+
+    Attributes:
+        chain: the chosen one.
+        chosen_us: its time.
+        alltoall_us: that of plain `alltoall`, as stock runs it.
+        ratio_range: the least and the most of `ratio`, by the ends of what was published; None
+            where times were measured.
+        num_moe_layers: MoE layers of that stage; None where they are not known.
+        num_micro_batches: of an iteration; None where the batch is not known.
+    """
+
+    chain: str
+    chosen_us: float
+    alltoall_us: float
+    ratio_range: tuple[float, float] | None = None
+    num_moe_layers: int | None = None
+    num_micro_batches: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Speedup over stock."""
+        return self.alltoall_us / self.chosen_us
+
+    @property
+    def saved_us(self) -> float:
+        """Below 0 where the choice, by hand or for its memory, is slower."""
+        return self.alltoall_us - self.chosen_us
+
+    @property
+    def per_iteration(self) -> int | None:
+        """Exchanges that an iteration waits for; None where that is not known."""
+        layers, micro_batches = self.num_moe_layers, self.num_micro_batches
+        return None if layers is None or micro_batches is None else layers * micro_batches
+
+    def document(self) -> dict[str, Any]:
+        """Fields of a JSON document; None for unknown values."""
+        times = self.per_iteration
+        return {
+            **asdict(self),
+            "ratio": self.ratio,
+            "saved_us": self.saved_us,
+            "saved_s_per_iteration": None if times is None else self.saved_us * times / 1e6,
+            "text": self.text,
+        }
+
+    @property
+    def text(self) -> str:
+        """The line; factors that are not known are left out."""
+        if self.chain == "alltoall":
+            return "plain alltoall is chosen: no gain over stock"
+        parts = (
+            (self.num_moe_layers, "MoE layer", " of a stage"),
+            (self.num_micro_batches, "micro-batch", ""),
+        )
+        factors, per = [time_text(abs(self.saved_us))], [noun for n, noun, _ in parts if n is None]
+        factors += (counted(n, noun) + behind for n, noun, behind in parts if n is not None)
+        total_us = abs(self.saved_us) * prod(n for n, *_ in parts if n is not None)
+        product = f" = {time_text(total_us)}" if len(factors) > 1 else ""
+        ends = "" if self.ratio_range is None else " ({:.2f}x to {:.2f}x)".format(*self.ratio_range)
+        return (
+            f"{self.ratio:.2f}x stock alltoall{ends}: {'saves' if self.saved_us >= 0 else 'loses'} "
+            f"{' x '.join(factors)}{product} per {' and '.join(per) or 'iteration'}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,38 +149,31 @@ class Plan:
         range_us: as in `Candidate`.
         reason: why this one.
         shape: the exchange that it was made for.
-        phase: whose time counts.
         cluster: name of the cluster whose costs were used.
         stages: the choice, stage by stage.
         candidates: everything considered, the fastest first, what cannot run last.
-        notes: assumptions.
         rates: of large messages, as text, by resource of the cluster.
+        notes: assumptions.
     """
 
-    chain: Text
-    num_chunks: PositiveInt
-    predicted_us: NonNegativeFloat
-    reason: Text
+    chain: str
+    num_chunks: int
+    predicted_us: float
+    reason: str
     shape: Shape
-    phase: Phase
-    cluster: Text
-    range_us: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
-    stages: tuple[StageCost, ...] = ()
-    candidates: tuple[Candidate, ...] = ()
+    cluster: str
+    range_us: tuple[float, float] | None
+    stages: tuple[StageCost, ...]
+    candidates: tuple[Candidate, ...]
+    rates: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    rates: Mapping[str, Text] = field(default_factory=dict)
-
-    @property
-    def chosen(self) -> Candidate:
-        """The candidate that is not rejected."""
-        return next(entry for entry in self.candidates if entry.rejected is None)
 
     @property
     def best(self) -> dict[str, Candidate]:
         """The choice, and the fastest number of chunks of every other chain, in order."""
         best: dict[str, Candidate] = {}
         for entry in self.candidates:
-            if entry.chain != self.chain or entry is self.chosen:
+            if entry.chain != self.chain or entry.rejected is None:
                 best.setdefault(entry.chain, entry)
         return best
 
@@ -128,14 +193,16 @@ class Plan:
         stock = self.best.get("alltoall")
         if stock is None or stock.predicted_us is None:
             return None
-        benefit = Benefit(
-            chain=self.chain, chosen_us=self.predicted_us, alltoall_us=stock.predicted_us
+        ratios = []
+        if stock.range_us is not None and self.range_us is not None:
+            times_us = ((stock.predicted_us, *stock.range_us), (self.predicted_us, *self.range_us))
+            ratios = [alltoall_us / us for alltoall_us, us in zip(*times_us, strict=True)]
+        return Benefit(
+            chain=self.chain,
+            chosen_us=self.predicted_us,
+            alltoall_us=stock.predicted_us,
+            ratio_range=(min(ratios), max(ratios)) if ratios else None,
         )
-        if stock.range_us is None or self.range_us is None:
-            return benefit
-        ends = zip(stock.range_us, self.range_us, strict=True)
-        ratios = [benefit.ratio, *(alltoall_us / chosen_us for alltoall_us, chosen_us in ends)]
-        return replace(benefit, ratio_range=(min(ratios), max(ratios)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,13 +232,12 @@ class Selection:
                 f"within the margin of {MARGIN:.0%}"
             )
         elif others:
-            times = _ratio(others[0], price)
+            times = others[0].total_us / price.total_us
             how = f"{times:.2f}x as fast as {others[0].choice.name}, the next chain"
         else:
             how = "the only chain that can run"
         resource, busy_us = price.busiest()
-        share = busy_us / price.total_us if price.total_us > 0 else 0.0
-        return f"{how}; the {resource} is busy for {share:.0%} of the time"
+        return f"{how}; the {resource} is busy for {busy_us / price.total_us:.0%} of the time"
 
     def why_rejected(self, price: Price) -> str | None:
         """Why something that can run was not chosen; None if it was."""
@@ -194,7 +260,6 @@ def select_chain(
     shape: Shape,
     cluster: Cluster,
     *,
-    phase: Phase = "forward_backward",
     chains: Sequence[str] = tuple(CHAINS),
     num_chunks: Sequence[int] = NUM_CHUNKS,
 ) -> Selection:
@@ -203,7 +268,6 @@ def select_chain(
     Args:
         shape: the exchange.
         cluster: the cluster it runs on.
-        phase: the phase to choose for.
         chains: the chains to consider.
         num_chunks: the numbers of chunks to consider; a serial chain has one.
 
@@ -213,7 +277,7 @@ def select_chain(
     reasons = {name: CHAINS[name].incompatibility(shape.layout) for name in chains}
     incompatible = {name: reason for name, reason in reasons.items() if reason is not None}
     prices = [
-        price(shape, cluster, chain, number, phase)
+        price(shape, cluster, chain, number)
         for chain in (CHAINS[name] for name in chains if name not in incompatible)
         for number in ((1,) if chain.serial else num_chunks)
     ]
@@ -237,57 +301,60 @@ def select_chain(
 
 def percent(slower: Price, faster: Price) -> str:
     """1.234 times the time -> "23%", and "under 1%" instead of nothing."""
-    ratio = _ratio(slower, faster)
+    ratio = slower.total_us / faster.total_us
     return f"{ratio - 1:.0%}" if ratio >= 1.01 else "under 1%"
 
 
-def _ratio(slower: Price, faster: Price) -> float:
-    return slower.total_us / faster.total_us if faster.total_us > 0 else 1.0
-
-
-def plan(
-    shape: Shape, cluster: Cluster, *, phase: Phase = "forward_backward", **settings: Any
-) -> Plan:
+def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
     """Choose a chain and a number of chunks.
 
     Args:
         shape: the exchange.
         cluster: the cluster it runs on.
-        phase: the phase to choose for.
         settings: passed to `select_chain`.
 
     Raises:
         ValueError: no chain can run.
     """
-    selection = select_chain(shape, cluster, phase=phase, **settings)
-    chosen = selection.price
+    selection = select_chain(shape, cluster, **settings)
+    chosen, ends = selection.price, [cluster.at_end(end) for end in get_args(End)]
+
+    def range_us(of: Price) -> tuple[float, float] | None:
+        """The time at both ends of what was published, the less first."""
+        if ends[0] == ends[1] or not (of is chosen or of.chain.name == "alltoall"):
+            return None
+        low_us, high_us = sorted(
+            price(shape, end, of.chain, of.num_chunks).total_us for end in ends
+        )
+        return low_us, high_us
+
+    candidates = [
+        Candidate(
+            chain=each.chain.name,
+            num_chunks=each.num_chunks,
+            predicted_us=each.total_us,
+            range_us=range_us(each),
+            inter_bytes=each.sent_bytes("inter"),
+            intra_bytes=each.sent_bytes("intra"),
+            peak_bytes=each.peak_bytes,
+            rejected=selection.why_rejected(each),
+        )
+        for each in selection.prices
+    ]
+    candidates += (
+        Candidate(chain=name, num_chunks=None, rejected=reason)
+        for name, reason in selection.incompatible.items()
+    )
     return Plan(
         chain=chosen.chain.name,
         num_chunks=chosen.num_chunks,
         predicted_us=chosen.total_us,
         reason=selection.reason,
         shape=shape,
-        phase=phase,
         cluster=cluster.name,
+        range_us=next(each.range_us for each in candidates if each.rejected is None),
         stages=stage_costs(chosen),
-        candidates=(
-            *(
-                Candidate(
-                    chain=each.chain.name,
-                    num_chunks=each.num_chunks,
-                    predicted_us=each.total_us,
-                    inter_bytes=each.sent_bytes("inter"),
-                    intra_bytes=each.sent_bytes("intra"),
-                    peak_bytes=each.peak_bytes,
-                    rejected=selection.why_rejected(each),
-                )
-                for each in selection.prices
-            ),
-            *(
-                Candidate(chain=name, num_chunks=None, rejected=reason)
-                for name, reason in selection.incompatible.items()
-            ),
-        ),
+        candidates=tuple(candidates),
         rates={each: cluster.rate_of(each).in_both_units for each in cluster.resources},
     )
 
@@ -314,28 +381,54 @@ def stage_costs(of: Price) -> tuple[StageCost, ...]:
     return tuple(costs.values())
 
 
-def with_ranges(plan: Plan, shape: Shape, cluster: Cluster) -> Plan:
-    """A plan with the range of its choice and of plain `alltoall`.
+@dataclass(frozen=True)
+class IterationShare:
+    """The predicted exchange in a measured iteration.
+
+    Attributes:
+        iteration_ms: measured.
+        ran: the dispatcher of Megatron that ran.
+        exchange_share: of the iteration; None where what ran has no price.
+        saved_share: what the choice saves of the iteration; below 0 where it is slower.
+    """
+
+    iteration_ms: float
+    ran: str
+    exchange_share: float | None = None
+    saved_share: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Both in a sentence."""
+        text = f"{self.iteration_ms:,.0f} ms by {self.ran}, "
+        if self.exchange_share is None:
+            return f"{text}whose exchange has no price here; `monta compare` measures it"
+        text += f"of which the exchange takes {self.exchange_share:.0%} (predicted)"
+        if self.exchange_share > 1:
+            return f"{text}: the costs of this cluster are not those of the run"
+        return f"{text}; this choice saves {self.saved_share:.0%} of it"
+
+
+def share_of(
+    iteration_ms: float, ran: str, ran_us: float | None, benefit: Benefit
+) -> IterationShare:
+    """The share of a plan's exchange in an iteration.
 
     Args:
-        plan: made for the shape.
-        shape: the exchange.
-        cluster: whose likely costs were used.
+        iteration_ms: measured.
+        ran: the dispatcher of Megatron that ran.
+        ran_us: its time; None for `flex`, which has no price, and for ours, whose log says what it
+            measured.
+        benefit: of the plan.
+
+    Raises:
+        ValueError: the exchanges of an iteration are not known.
     """
-    ends = [cluster.at_end(end) for end in get_args(End)]
-    if ends[0] == ends[1]:
-        return plan
-
-    def range_us(of: Candidate) -> tuple[float, float] | None:
-        """The time at both ends, the less first."""
-        if of.num_chunks is None or (of.chain != "alltoall" and of.rejected is not None):
-            return of.range_us
-        chain, phase = CHAINS[of.chain], plan.phase
-        low_us, high_us = sorted(
-            price(shape, end, chain, of.num_chunks, phase).total_us for end in ends
-        )
-        return low_us, high_us
-
-    candidates = tuple(replace(each, range_us=range_us(each)) for each in plan.candidates)
-    ranged = replace(plan, candidates=candidates)
-    return replace(ranged, range_us=ranged.chosen.range_us)
+    times = benefit.per_iteration
+    rule = "be beside --global-batch-size, which says how many exchanges an iteration has"
+    require(times is not None, "--iteration-ms", f"{iteration_ms:g}", rule)
+    if ran_us is None or times is None:
+        return IterationShare(iteration_ms, ran)
+    of_iteration = times / 1e3 / iteration_ms
+    saved_us = ran_us - benefit.chosen_us
+    return IterationShare(iteration_ms, ran, ran_us * of_iteration, saved_us * of_iteration)

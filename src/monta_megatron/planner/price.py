@@ -112,16 +112,14 @@ class Price:
         of_chain = self.chain.name != "alltoall", len(self.chain.stages), self.num_chunks
         return round(self.total_us, 1), *of_chain
 
-    def busy_us(self, resource: str) -> float:
-        """Time for which all passes occupy a resource; "host" for the time to start all of it."""
-        if resource == "host":
-            return sum(work.launch_us * len(work.times_us) for work in self.works)
-        return sum(sum(work.times_us) for work in self.works if work.resource == resource)
-
     def busiest(self) -> tuple[str, float]:
-        """The busiest resource, and for how long it is busy."""
-        resource = max(RESOURCE_NAMES, key=self.busy_us)
-        return RESOURCE_NAMES[resource], self.busy_us(resource)
+        """The busiest resource, and for how long all passes occupy it."""
+        busy_us = dict.fromkeys(RESOURCE_NAMES, 0.0)
+        for work in self.works:
+            if work.resource != "host":
+                busy_us[work.resource] += sum(work.times_us)
+        resource = max(busy_us, key=busy_us.__getitem__)
+        return RESOURCE_NAMES[resource], busy_us[resource]
 
     def sent_bytes(self, resource: Resource) -> float:
         """Bytes that leave ranks for others by the chain's stages, over all ranks and passes."""

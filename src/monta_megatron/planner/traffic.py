@@ -197,25 +197,60 @@ class PassTraffic:
     pipeline: tuple[StageTraffic, ...]
     after: tuple[StageTraffic, ...]
 
-    @property
-    def stages(self) -> tuple[StageTraffic, ...]:
-        """Everything, in order."""
-        return (*self.before, *self.pipeline, *self.after)
-
 
 def pass_traffic(
     programs: Sequence[BoundProgram], num_tokens: float, num_exchanged_counts: int
 ) -> PassTraffic:
-    """Everything that some ranks do in one pass.
+    """Everything that some ranks do in one pass: the program, and what is before and after it.
+
+    Dispatch counts, exchanges the counts, and lists expert ids if rows are tokens. If rows are
+    permuted tokens, Megatron permutes tokens before dispatch and sums permuted tokens after
+    combine; the backward passes do the transposes.
 
     Args:
         programs: [S] the program with the rows of each rank.
         num_tokens: tokens of a rank.
         num_exchanged_counts: integers that every rank sends to each; see `chains.chain`.
     """
-    before, after = _around(programs, num_tokens, num_exchanged_counts)
+    layouts = [program.bound.layout for program in programs]
+    pass_, row = programs[0].program.pass_, programs[0].program.row
+    permutes = programs[0].bound.chain.rows == "permuted tokens"
+    rows = np.array([[program.bound.num_source_rows] for program in programs])  # [S, 1]
+    tokens = np.full(rows.shape, num_tokens)
+    before, after = [], []
+    if pass_.ids:
+        size_of_map = layouts[0].num_experts * tokens
+        counted, listed = COUNT_MAP_BYTES * size_of_map, LIST_MAP_BYTES * size_of_map
+        if programs[0].program.policy == "fused":
+            # Ids are written; probabilities are read and written.
+            id_bytes = (ID_BYTES + 2 * row.prob_bytes) * programs[0].max_experts_per_token
+            counted, listed = size_of_map, size_of_map + id_bytes * tokens
+        before.append(_in_memory("count", "count", counted))
+        if len(layouts[0].nodes) > 1:
+            before.append(_count_exchange(layouts, COUNT_BYTES * num_exchanged_counts))
+        if not permutes:
+            before.append(_in_memory("expert ids", "lists", listed))
+    hidden_bytes = row.hidden_size * row.value_bytes
+    if permutes and pass_.transpose:
+        num_bytes = hidden_bytes * (rows + tokens)
+        after.append(_in_memory("unpermute", "unpermute", num_bytes, "sum"))
+    elif permutes:
+        before.append(_in_memory("permute", "permute", 2 * hidden_bytes * rows))
     pipeline = tuple(_series_traffic(programs, series) for series in programs[0].program.series)
-    return PassTraffic(before=before, pipeline=pipeline, after=after)
+    return PassTraffic(before=tuple(before), pipeline=pipeline, after=tuple(after))
+
+
+def _count_exchange(layouts: Sequence[Layout], message_bytes: int) -> StageTraffic:
+    """A message from every rank to each."""
+    resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
+    messages = np.full((len(layouts), 2, 1, len(layouts[0].nodes)), message_bytes)
+    return StageTraffic(
+        stage=COUNT_EXCHANGE,
+        kind="alltoall",
+        operation="alltoall",
+        resource=resource,
+        moved=_by_resource(layouts, "tp_ep", messages, resource),
+    )
 
 
 def _series_traffic(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> StageTraffic:
@@ -326,49 +361,3 @@ def peers_of(layout: Layout, group: GroupName) -> tuple[RowCounts, RowCounts]:
     ranks, nodes = np.array(layout.members(group, layout.rank)), np.array(layout.nodes)
     on_node = nodes[ranks] == nodes[layout.rank]
     return on_node & (ranks != layout.rank), ~on_node
-
-
-def _around(
-    programs: Sequence[BoundProgram], num_tokens: float, num_exchanged_counts: int
-) -> tuple[tuple[StageTraffic, ...], tuple[StageTraffic, ...]]:
-    """Work of the dispatcher and of Megatron before and after the program of a pass.
-
-    Dispatch counts, exchanges the counts, and lists expert ids if rows are tokens. If rows are
-    permuted tokens, Megatron permutes tokens before dispatch and sums permuted tokens after
-    combine; the backward passes do the transposes.
-    """
-    layouts = [program.bound.layout for program in programs]
-    pass_, row = programs[0].program.pass_, programs[0].program.row
-    before, after = [], []
-    permutes = programs[0].bound.chain.rows == "permuted tokens"
-    rows = np.array([[program.bound.num_source_rows] for program in programs])  # [S, 1]
-    tokens = np.full(rows.shape, num_tokens)
-    size_of_map = layouts[0].num_experts * tokens
-    counted, listed = COUNT_MAP_BYTES * size_of_map, LIST_MAP_BYTES * size_of_map
-    if programs[0].program.policy == "fused":
-        # Ids are written; probabilities are read and written.
-        id_bytes = (ID_BYTES + 2 * row.prob_bytes) * programs[0].max_experts_per_token
-        counted, listed = size_of_map, size_of_map + id_bytes * tokens
-    if pass_.ids:
-        before.append(_in_memory("count", "count", counted))
-    num_ranks = len(layouts[0].nodes)
-    if pass_.ids and num_ranks > 1:
-        resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
-        messages = np.full((len(layouts), 2, 1, num_ranks), COUNT_BYTES * num_exchanged_counts)
-        count_exchange = StageTraffic(
-            stage=COUNT_EXCHANGE,
-            kind="alltoall",
-            operation="alltoall",
-            resource=resource,
-            moved=_by_resource(layouts, "tp_ep", messages, resource),
-        )
-        before.append(count_exchange)
-    if pass_.ids and not permutes:
-        before.append(_in_memory("expert ids", "lists", listed))
-    hidden_bytes = row.hidden_size * row.value_bytes
-    if permutes and pass_.transpose:
-        num_bytes = hidden_bytes * (rows + tokens)
-        after.append(_in_memory("unpermute", "unpermute", num_bytes, "sum"))
-    elif permutes:
-        before.append(_in_memory("permute", "permute", 2 * hidden_bytes * rows))
-    return tuple(before), tuple(after)

@@ -19,11 +19,10 @@ from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.text import size_text, table
 from monta_megatron.common.torchrun import why_ended
-from monta_megatron.tools.launch.arguments import DISPATCHER, from_words
-from monta_megatron.tools.launch.log import RunLog, read_log
 from monta_megatron.tools.launch.prepare import checked, free_directory, prepare
-from monta_megatron.tools.launch.run_config import RunConfig
+from monta_megatron.tools.launch.run_config import DISPATCHER, RunConfig, from_words
 from monta_megatron.tools.launch.start import choose_start, run_and_log, start_command, write
+from monta_megatron.tools.training_log import RunLog, read_log
 
 Tell = Callable[[str], None]
 

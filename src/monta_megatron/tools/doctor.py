@@ -151,7 +151,7 @@ def _communicators() -> Iterator[Finding]:
 def _options(words: Sequence[str]) -> Iterator[Finding]:
     """Options in force, each by its flag, its variable or its default."""
     from monta_megatron.integration.options import KINDS, Options, defaults_from_environment
-    from monta_megatron.tools.launch.arguments import from_words
+    from monta_megatron.tools.launch.run_config import from_words
 
     by_variable, by_flag = defaults_from_environment(), {}
     flags = {f"--{name.replace('_', '-')}": name for name in by_variable}

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.model import Model, load_model
 from monta_megatron.tools.place import trace
 from monta_megatron.tools.place.trace import read_trace
 

@@ -44,7 +44,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     def planner(
         prices: dict[str, Any] = PRICES, peaks: dict[Any, float] | None = None, **fields: Any
     ) -> Planner:
-        def price(_: object, __: object, chain: Chain, num_chunks: int, ___: object) -> Any:
+        def price(_: object, __: object, chain: Chain, num_chunks: int) -> Any:
             choice = h(num_chunks, chain=chain.name)
             total_us = prices[chain.name][NUM_CHUNKS.index(num_chunks)]
             return SimpleNamespace(

@@ -13,11 +13,10 @@ from published_configs import (
     NO_PRESET,
     NUM_PARAMETERS,
     OF_THE_CLASS,
+    model_of_config,
 )
 
-from monta_megatron.planner.models.config_json import model_of_config
-from monta_megatron.planner.models.files import load_arguments, load_model
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.model import Model, load_arguments, load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 PARAMETERS = {**NUM_PARAMETERS, **OF_THE_CLASS}
@@ -46,13 +45,14 @@ SIZES = {
 
 
 SIZE_NAMES = (
-    *("num_layers", "num_moe_layers", "num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
     *("num_attention_heads", "moe_router_num_groups", "moe_router_group_topk"),
 )
 
 
 def sizes_of(model: Model) -> tuple[int | None, ...]:
-    return tuple(getattr(model, name) for name in SIZE_NAMES)
+    sizes = (getattr(model, name) for name in SIZE_NAMES)
+    return (model.num_layers, sum(model.moe_layers), *sizes)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

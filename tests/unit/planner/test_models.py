@@ -7,7 +7,7 @@ import golden
 import pytest
 
 from monta_megatron.planner.layout import most_moe_layers
-from monta_megatron.planner.models.model import Model, model_of
+from monta_megatron.planner.model import Model, model_of
 
 GOLDEN = Path(__file__).parent / "golden"
 # H = 8, 2 heads, 4 experts of FFN size 16, gated.

@@ -10,7 +10,7 @@ from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
 import pytest
-from clusters import CONFIGS, layout_of, preset, shape_of
+from clusters import CONFIGS, preset, shape_of
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.core import Shape
@@ -18,15 +18,13 @@ from monta_megatron.integration.planning import hash_of
 from monta_megatron.planner import plan as planner_plan
 from monta_megatron.planner import price
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.cluster_file import with_inter_rate
 from monta_megatron.planner.layout import (
     ParallelLayout,
     exchange_of,
     priced_ranks,
     shape_of_layout,
-    shape_of_model,
 )
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.model import load_model
 from monta_megatron.planner.plan import Plan, plan
 
 A800 = preset("a800_2x8_ib200").with_kernels(fused=False)
@@ -49,7 +47,7 @@ no_margin = pytest.mark.usefixtures("without_margin")
 def shape_of_preset(name: str, ep: int, etp: int = 1, tokens: int = 4096) -> Shape:
     """Of a model preset, on nodes of 8."""
     model = load_model(CONFIGS / "models" / f"{name}.yaml")
-    return shape_of_model(model, layout_of(ep, etp, 8, model.num_experts), tokens)
+    return shape_of_layout(model, ParallelLayout(world_size=ep * etp, ep=ep, etp=etp), 8, tokens)
 
 
 def paper_shape(tokens: int = 1024) -> Shape:
@@ -95,7 +93,7 @@ def test_known_choices(fused: bool) -> None:
         # A faster network: flat.
         (
             [0.25, 0.5, 1, 2, 4, 8, 16, 32],
-            lambda ratio, chains: plan(shape_of(16), with_inter_rate(A800, ratio), chains=chains),
+            lambda ratio, chains: plan(shape_of(16), A800.at_rate("inter", ratio), chains=chains),
             "hierarchical_alltoall",
             "alltoall_dedup",
         ),
@@ -166,12 +164,12 @@ def test_what_does_the_same_is_no_rival() -> None:
 
 
 def test_stages_add_up_to_the_candidate() -> None:
-    # A pair goes out with 4 bytes of probability and comes back without; 512 pairs for each rank,
-    # of which 8 are on the other node and 7 on this one.
-    found = plan(shape_of(16, tokens=1024), A800, chains=("alltoall",), phase="forward")
+    # A pair goes out with 4 bytes of probability and comes back without, and so do its gradients;
+    # 512 pairs for each rank, of which 8 are on the other node and 7 on this one.
+    found = plan(shape_of(16, tokens=1024), A800, chains=("alltoall",))
     (entry,) = found.candidates
     for resource, ranks in (("inter_bytes", 8), ("intra_bytes", 7)):
-        expected = 16 * ranks * 512 * (8196 + 8192)
+        expected = 2 * 16 * ranks * 512 * (8196 + 8192)
         assert getattr(entry, resource) == expected
         sent = {stage.stage: 0 for stage in found.stages}
         for stage in found.stages:

@@ -11,7 +11,7 @@ from training_logs import QWEN3_30B, training_log
 from monta_megatron.common import files
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.model import load_model
 from monta_megatron.tools.launch.prepare import checked, prepare
 
 GOLDEN = Path(__file__).parent / "golden"

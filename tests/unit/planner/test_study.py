@@ -17,7 +17,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.core import Shape
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
-from monta_megatron.planner.models.files import load_model
+from monta_megatron.planner.model import load_model
 from monta_megatron.planner.plan import NUM_CHUNKS
 from monta_megatron.planner.tuning import ROUNDS
 

@@ -36,9 +36,10 @@ def traffic_of(shape: Shape, chain: str, num_chunks: int, pass_: Pass = DISPATCH
 
 def bytes_of_copies(shape: Shape, chain: str, num_chunks: int, pass_: Pass) -> dict:
     """(stage, kind) -> bytes that the copies of rank 0 read and write."""
+    traffic = traffic_of(shape, chain, num_chunks, pass_)
     return {
         (stage.stage, stage.kind): stage.moved["memory"].num_bytes.sum()
-        for stage in traffic_of(shape, chain, num_chunks, pass_).stages
+        for stage in (*traffic.before, *traffic.pipeline, *traffic.after)
         if stage.resource == "memory"
     }
 

@@ -7,9 +7,9 @@ import pytest
 from commands import Monta
 from training_logs import QWEN3_30B, TRAINING, arguments_block, iteration_lines, training_log
 
-from monta_megatron.planner.models.model import model_of
+from monta_megatron.planner.model import model_of
 from monta_megatron.tools.plan.request import PlanRequest
-from monta_megatron.tools.plan.training_log import TrainingLog, read_training_log
+from monta_megatron.tools.training_log import TrainingLog, read_training_log
 
 ON_16 = {**QWEN3_30B, "world_size": 16, "expert_model_parallel_size": 16}
 CLUSTER = ["--cluster", "h100_8x_ndr"]
@@ -100,7 +100,7 @@ def test_configurations_of_bridge(tmp_path: Path, monta: Monta, label: str, prin
     log = read_training_log(path)
     model = model_of(log.arguments, "a", "b")
     assert model.moe_layers == (False, True, True)
-    assert (model.hidden_size, model.value_bytes, model.micro_batch_size) == (64, 2, 1)
+    assert (model.row_size, model.value_bytes, model.micro_batch_size) == (64, 2, 1)
     for name in ("swiglu", "group-query-attention", "untie-embeddings-and-output-weights"):
         assert log.arguments[name] is True
     for name in ("decoder-first-pipeline-num-layers", "num-query-groups"):

@@ -8,10 +8,9 @@ import yaml
 from clusters import CONFIGS, preset
 from commands import Monta
 
-from monta_megatron.common.text import bytes_of_gb
 from monta_megatron.planner.layout import ParallelLayout
-from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
+from monta_megatron.planner.model import load_model
+from monta_megatron.planner.ranking import TrainingMemory, training_memory
 
 QWEN = load_model(CONFIGS / "models" / "qwen3_235b_a22b.yaml")
 PARAMETERS = QWEN.num_parameters or 0
@@ -46,7 +45,8 @@ def test_a_tenth_of_the_memory_is_left_free(
     needed_gb: float | None, available_gb: float | None, fits: bool
 ) -> None:
     memory = TrainingMemory(
-        needed_bytes=bytes_of_gb(needed_gb), available_bytes=bytes_of_gb(available_gb)
+        needed_bytes=needed_gb and needed_gb * 1e9,
+        available_bytes=available_gb and available_gb * 1e9,
     )
     assert memory.fits is fits and memory.document()["fits"] is fits
     assert ("does not fit" in memory.text) is not fits

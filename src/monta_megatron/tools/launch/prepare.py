@@ -10,20 +10,28 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.common import files, strict_yaml
-from monta_megatron.common.text import counted
-from monta_megatron.planner.plan import Plan
-from monta_megatron.tools.launch.arguments import (
+from monta_megatron.common.text import counted, one_of
+from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.layout import shape_of_layout
+from monta_megatron.planner.model import Reader, model_of
+from monta_megatron.planner.plan import NUM_CHUNKS, Plan
+from monta_megatron.planner.plan import plan as plan_shape
+from monta_megatron.planner.ranking import training_memory
+from monta_megatron.tools.launch.megatron_arguments import Answer
+from monta_megatron.tools.launch.run_config import (
     CLUSTER,
+    DISPATCHER,
+    PARALLEL_ARGUMENTS,
     Arguments,
+    RunConfig,
     from_words,
     merge,
     replaced,
     words_of,
 )
-from monta_megatron.tools.launch.megatron_arguments import Answer
-from monta_megatron.tools.launch.planning import plan_run
-from monta_megatron.tools.launch.run_config import RunConfig
 
 # Variable that names a checkout of Megatron-LM; where it is not set, it is left to the script.
 CHECKOUT = "MEGATRON_LM_DIR"
@@ -55,13 +63,10 @@ class Run:
     @property
     def words(self) -> list[list[str]]:
         """Words of each argument of the script, which reads the cluster file of the directory."""
-        copied = {CLUSTER: str(self.directory / "cluster.yaml")} if self.cluster else {}
-        return words_of(self.arguments | copied) + words_of(dict(self.config.script_arguments))
-
-    @property
-    def cluster(self) -> str | None:
-        """The cluster file that the dispatcher is given, or None."""
-        return self.arguments.get(CLUSTER)
+        arguments = dict(self.arguments)
+        if CLUSTER in arguments:
+            arguments[CLUSTER] = str(self.directory / "cluster.yaml")
+        return words_of(arguments) + words_of(dict(self.config.script_arguments))
 
     @property
     def lacks_to_resume(self) -> tuple[str, ...]:
@@ -71,9 +76,7 @@ class Run:
     def lines(self) -> Iterator[str]:
         """Layout, plan, notes and directory, a line each."""
         layout, plan = self.config.layout, self.plan
-        sizes = ", ".join(
-            f"{name.upper()} {getattr(layout, name)}" for name in ("tp", "ep", "etp", "pp", "cp")
-        )
+        sizes = ", ".join(f"{name.upper()} {getattr(layout, name)}" for name in PARALLEL_ARGUMENTS)
         nodes = counted(layout.nodes, "node")
         yield f"{nodes} x {counted(layout.ranks_per_node, 'rank')}: {sizes}"
         if plan is not None:
@@ -118,9 +121,8 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
     command_line = from_words(words)
     try:
         config = _with_files(_with_variables(config, directory), Path(file).absolute().parent)
-        name = config.name if config.model is None else Path(config.model).stem
         config, arguments, notes = merge(config, command_line)
-        plan, notes_of_plan = plan_run(config, arguments, name)
+        plan, notes_of_plan = plan_run(config, arguments)
         missing = _missing_script(config)
         if missing is not None and not dry_run:
             raise ValueError(missing)
@@ -133,6 +135,72 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
         plan=plan,
         notes=(*notes, *notes_of_plan, *([] if missing is None else [missing])),
     )
+
+
+def plan_run(config: RunConfig, arguments: Arguments) -> tuple[Plan | None, tuple[str, ...]]:
+    """Plan a run from its arguments, for comparison with what it measures.
+
+    The run itself is given the cluster, not this plan: a plan is for one number of tokens, and the
+    dispatcher plans again when the number changes.
+
+    Args:
+        config: the configuration, with paths resolved and everything merged.
+        arguments: Megatron's arguments.
+
+    Returns:
+        The plan, or None where there is nothing to plan; notes for the user.
+
+    Raises:
+        ValueError: model, cluster, layout and arguments do not fit each other.
+    """
+    if arguments.get(DISPATCHER) != DISPATCHER_TYPE:
+        return None, (f"no plan: {DISPATCHER} is not {DISPATCHER_TYPE}",)
+    if not {"num-experts", CLUSTER} <= arguments.keys():
+        return None, ("no plan: the file names no model and cluster",)
+
+    # Step 1: check that model, cluster and layout fit together.
+    model, layout = model_of(arguments, config.name, "megatron"), config.layout.parallel
+    has_kernels = arguments.get("moe-monta-kernels") != "torch"
+    cluster = load_cluster(str(arguments[CLUSTER])).with_kernels(has_kernels)
+    try:
+        cluster = cluster.of_job(config.layout.ranks_per_node)
+    except ValueError as error:
+        raise ValueError(f"layout.{error}") from error
+    incompatibility = layout.incompatibility(model)
+    if incompatibility is not None:
+        raise ValueError(f"layout.{incompatibility}")
+    if layout.world_size > cluster.num_ranks:
+        raise ValueError(
+            f"layout.nodes * ranks_per_node: got {layout.world_size}, must be at most the "
+            f"{cluster.num_ranks} ranks of {cluster.name}; its num_nodes is that of the cluster"
+        )
+    read = Reader(arguments, "megatron")
+    ranks_per_node = read.size("moe-monta-ranks-per-node", cluster.ranks_per_node)
+    notes = list(model.notes)
+    if ranks_per_node != config.layout.ranks_per_node:
+        notes.append(
+            f"{ranks_per_node} ranks are taken to share a node link, and "
+            f"{config.layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
+        )
+
+    # Step 2: plan the exchange that the dispatcher will have to plan.
+    chains, num_chunks = _candidates(read)
+    shape = shape_of_layout(model, layout, ranks_per_node)
+    planned = plan_shape(shape, cluster, chains=chains, num_chunks=num_chunks)
+    memory = training_memory(model, cluster, layout, shape.tokens_per_rank)
+    return planned, (*notes, f"needs {memory.text}")
+
+
+def _candidates(read: Reader) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The chains and numbers of chunks that the run can choose from."""
+    name = "moe-monta-num-chunks"
+    num_chunks = read.optional(name)
+    chain, known = read.value("moe-monta-chain") or AUTO, (AUTO, *CHAINS)
+    if chain == AUTO:
+        return tuple(CHAINS), NUM_CHUNKS if num_chunks is None else (num_chunks,)
+    if chain not in known:
+        raise ValueError(f"--moe-monta-chain: got {chain}, must be {one_of(chain, known)}")
+    return (chain,), (chunks_of(CHAINS[chain], num_chunks, f"--{name}"),)
 
 
 def free_directory(name: str, given: Path | None) -> Path:
@@ -158,23 +226,22 @@ def _with_variables(config: RunConfig, directory: Path) -> RunConfig:
         CHECKOUT: UNRESOLVED[:-1] if checkout is None else os.path.abspath(checkout),
         "RUN_DIRECTORY": str(directory),
     }
-    environment = replaced(config.environment, known, "environment")
+    data = strict_yaml.plain(config)
+    environment = replaced(data.pop("environment"), known, "environment")
+    setup = data.pop("setup")
     known |= {name: str(value) for name, value in environment.items()}
     # The lines of `setup` are left to bash.
-    without = replace(config, environment={}, setup=())
-    return replace(replaced(without, known), environment=environment, setup=config.setup)
+    data = {**replaced(data, known), "environment": environment, "setup": setup}
+    return strict_yaml.build(RunConfig, data, "")
 
 
 def _with_files(config: RunConfig, folder: Path) -> RunConfig:
     """Make paths absolute, which are relative to the run file, and find the presets."""
-    kinds: dict[files.ConfigKind, str | None] = {
-        "models": config.model,
-        "clusters": config.cluster,
-    }
-    model, cluster = (
-        None if given is None else os.path.abspath(files.find_config(kind, given, folder))
-        for kind, given in kinds.items()
-    )
+
+    def found(kind: files.ConfigKind, given: str | None) -> str | None:
+        return None if given is None else os.path.abspath(files.find_config(kind, given, folder))
+
+    model, cluster = found("models", config.model), found("clusters", config.cluster)
     script = config.script
     if not script.startswith(UNRESOLVED):
         script = os.path.normpath(folder / script)

@@ -1,5 +1,7 @@
 """The run file: model, cluster, layout, environment, data and Megatron's arguments in one YAML.
 
+Megatron's arguments of a run are the model's, then the run file's, then the command line's.
+
 Paths of model, cluster and script are relative to the file's folder. Paths among Megatron's
 arguments are left to Megatron: relative to where the run was started. `${NAME}` is a variable of
 the file's `environment`, or else of the caller's; `${RUN_DIRECTORY}` is the run's own directory.
@@ -7,12 +9,14 @@ Lines of `setup` are left to bash.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from monta_megatron.common.rules import PositiveInt, Rule, Text
+from monta_megatron.integration.options import DISPATCHER_TYPE
 from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.model import Reader, load_arguments
 
 
 def _is_scalar(value: Any) -> bool:
@@ -37,6 +41,17 @@ FolderName = Annotated[
         lambda value: re.fullmatch(r"[A-Za-z0-9][\w.-]*", value, re.ASCII) is not None,
     ),
 ]
+
+
+# Field of the layout -> Megatron's argument. All are passed on, because Megatron's defaults differ:
+# without an ETP it takes ETP = TP.
+PARALLEL_ARGUMENTS = {
+    "tp": "tensor-model-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +83,8 @@ class RunLayout:
         Raises:
             ValueError: the sizes do not divide the ranks.
         """
-        return ParallelLayout(
-            world_size=self.nodes * self.ranks_per_node,
-            tp=self.tp,
-            ep=self.ep,
-            etp=self.etp,
-            pp=self.pp,
-            cp=self.cp,
-        )
+        sizes = {name: getattr(self, name) for name in PARALLEL_ARGUMENTS}
+        return ParallelLayout(world_size=self.nodes * self.ranks_per_node, **sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,3 +148,140 @@ class RunConfig:
     setup: tuple[Text, ...] = ()
     environment: Mapping[str, VariableValue] = field(default_factory=dict)
     slurm: Slurm = field(default_factory=Slurm)
+
+
+DISPATCHER = "moe-token-dispatcher-type"
+MONTA_PREFIX = "moe-monta-"
+CLUSTER = "moe-monta-cluster"
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+# Name with dashes -> a text, a number, a list of them, True for a flag, or False for an argument
+# that is left out; in the order in which they are passed on.
+Arguments = dict[str, Any]
+
+
+def key_of(name: str) -> str:
+    """One spelling for `lr-decay-style` and `lr_decay_style`."""
+    return name.replace("_", "-")
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> Arguments:
+    """The arguments of a section of a file."""
+    return {key_of(name): value for name, value in mapping.items()}
+
+
+def from_words(words: Sequence[str]) -> Arguments:
+    """The arguments of a command line; `--name false` leaves out one of the file.
+
+    Raises:
+        ValueError: the first word is not an argument's name.
+    """
+    values: dict[str, list[str]] = {}
+    name = None
+    for word in words:
+        if word.startswith("--"):
+            name, has_value, value = word.removeprefix("--").partition("=")
+            values[key_of(name)] = [value] if has_value else []
+        elif name is None:
+            raise ValueError(f"got {word!r} after --, must be arguments of Megatron: --lr 1e-4")
+        else:
+            values[key_of(name)].append(word)
+    return {name: _value_of(words) for name, words in values.items()}
+
+
+def _value_of(words: list[str]) -> Any:
+    if words == ["false"]:
+        return False
+    return True if not words else words[0] if len(words) == 1 else words
+
+
+def words_of(arguments: Arguments) -> list[list[str]]:
+    """Words of each argument on a command line."""
+    return [
+        [f"--{name}"]
+        if value is True
+        else [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        for name, value in arguments.items()
+        if value is not False
+    ]
+
+
+def merge(
+    config: RunConfig, command_line: Arguments
+) -> tuple[RunConfig, Arguments, tuple[str, ...]]:
+    """Merge the model, defaults, the run file and the command line, the last of which wins.
+
+    Args:
+        config: the file's configuration, its variables replaced and its paths resolved.
+        command_line: the arguments after `--`; a parallel size changes the layout.
+
+    Returns:
+        The configuration with everything in it, so that it needs no model file; Megatron's
+        arguments; notes on the model, and what was left out and why.
+
+    Raises:
+        ValueError: the layout contradicts its number of ranks.
+    """
+    # Step 1: the script's arguments may be given after `--` too.
+    given = dict(command_line)
+    script_arguments = {
+        name: given.pop(key_of(name), value) for name, value in config.script_arguments.items()
+    }
+
+    # Step 2: all of Megatron's.
+    of_model, notes = ({}, ()) if config.model is None else load_arguments(config.model)
+    defaults = {DISPATCHER: DISPATCHER_TYPE, CLUSTER: config.cluster or False}
+    arguments = from_mapping(of_model) | defaults | from_mapping(config.megatron) | given
+    arguments = {name: value for name, value in arguments.items() if value is not False}
+    # Stock's dispatchers refuse our options; so one file serves to compare with them.
+    if arguments.get(DISPATCHER) != DISPATCHER_TYPE:
+        ours = [name for name in arguments if name.startswith(MONTA_PREFIX)]
+        if ours:
+            notes = (*notes, f"{', '.join(ours)}: left out, {DISPATCHER} is not {DISPATCHER_TYPE}")
+        arguments = {name: arguments[name] for name in arguments if name not in ours}
+
+    # Step 3: the layout, and the arguments that are its.
+    read = Reader(arguments, "megatron")
+    sizes = {
+        field: read.size(name, getattr(config.layout, field))
+        for field, name in PARALLEL_ARGUMENTS.items()
+    }
+    of_layout = {PARALLEL_ARGUMENTS[field]: size for field, size in sizes.items()}
+    others = {name: value for name, value in arguments.items() if name not in of_layout}
+    resolved = replace(
+        config,
+        layout=replace(config.layout, **sizes),
+        model=None,
+        cluster=others.get(CLUSTER, config.cluster),
+        megatron={name: value for name, value in others.items() if name != CLUSTER},
+        script_arguments=script_arguments,
+    )
+    try:
+        _ = resolved.layout.parallel
+    except ValueError as error:
+        raise ValueError(f"layout: {error}") from error
+    return resolved, of_layout | others, tuple(notes)
+
+
+def replaced(value: Any, variables: Mapping[str, str], key: str = "") -> Any:
+    """A value with `${NAME}` replaced in its texts.
+
+    Args:
+        value: a mapping, a list or a scalar.
+        variables: NAME -> text.
+        key: path of the value, for messages.
+
+    Raises:
+        ValueError: a variable is not set.
+    """
+    if isinstance(value, Mapping):
+        path = f"{key}." if key else ""
+        return {name: replaced(each, variables, path + name) for name, each in value.items()}
+    if isinstance(value, list):
+        return [replaced(entry, variables, key) for entry in value]
+    if not isinstance(value, str):
+        return value
+    for name in VARIABLE.findall(value):
+        if name not in variables:
+            raise ValueError(f"{key}: got {value}, {name} must be set")
+    return VARIABLE.sub(lambda match: variables[match[1]], value)

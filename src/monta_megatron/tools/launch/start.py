@@ -28,8 +28,8 @@ from typing import Any, BinaryIO, Literal
 from monta_megatron.common import files, launch_order, strict_yaml
 from monta_megatron.common.files import commit, versions
 from monta_megatron.common.torchrun import why_ended
-from monta_megatron.tools.launch.arguments import words_of
 from monta_megatron.tools.launch.prepare import UNRESOLVED, Run, checked, prepare
+from monta_megatron.tools.launch.run_config import words_of
 
 START = Path(__file__).with_name("start.sh")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -139,8 +139,8 @@ def _fill(folder: Path, run: Run) -> None:
     folder.mkdir(mode=0o700)
     (folder / "logs").mkdir()
     config = run.config
-    if run.cluster is not None:
-        shutil.copyfile(files.find_config("clusters", run.cluster), folder / "cluster.yaml")
+    if config.cluster is not None:
+        shutil.copyfile(files.find_config("clusters", config.cluster), folder / "cluster.yaml")
         config = replace(config, cluster="cluster.yaml")
     (folder / "config.yaml").write_text(strict_yaml.dump(config), encoding="utf-8")
     documents = {"versions": _versions(run)}
@@ -185,12 +185,8 @@ class LaunchReport:
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        known = {"job": self.job, "exit_status": self.exit_status}
-        return {
-            **self.run.document(),
-            "command": self.command,
-            **{name: value for name, value in known.items() if value is not None},
-        }
+        started = {"exit_status": self.exit_status, "job": self.job}
+        return {**self.run.document(), "command": self.command, **started}
 
     def text(self) -> str:
         """The script that starts the run."""
@@ -248,15 +244,16 @@ def launch(
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         return replace(report, exit_status=done.returncode, job=done.stdout.strip() or None)
     path = run.directory / "logs" / "run.log"
-    why = None
+    why = ""
     try:
         status = run_and_log(command, path, output)
         if status != 0:
             why = f"failed, {why_ended(status, path)}"
     except KeyboardInterrupt as interrupt:
         status, why = 128 + int(interrupt.args[0]), "interrupted; every rank has ended"
-    for line in (f"log: {path}", *([] if why is None else [why])):
-        tell(line)
+    tell(f"log: {path}")
+    if why:
+        tell(why)
     return replace(report, exit_status=status)
 
 

@@ -12,8 +12,7 @@ from monta_megatron.common.text import Progress, table
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, exchange_of, uniform_routing
-from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.model import Model, load_model
 from monta_megatron.tools.place.placement import (
     RoutingMap,
     busiest_load,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from monta_megatron.planner.models.model import Model
+from monta_megatron.planner.model import Model
 from monta_megatron.tools.place.placement import RoutingMap
 
 # Tokens of a layer that are read, from all files together: collaboration shows by then.

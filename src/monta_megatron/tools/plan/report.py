@@ -1,18 +1,27 @@
-"""Plans and rankings as JSON, and as text of at most 25 lines of 100 columns."""
+"""Outputs of `monta plan`: a plan or a ranking, a sweep, and a run file.
 
+Texts have at most 25 lines of 100 columns.
+"""
+
+import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from monta_megatron.common import strict_yaml
+import yaml
+
+from monta_megatron.common import files, strict_yaml
+from monta_megatron.common.files import write_whole
+from monta_megatron.common.rules import require
 from monta_megatron.common.text import counted, size_text, table
 from monta_megatron.core import Choice
-from monta_megatron.planner.benefit import IterationShare
 from monta_megatron.planner.curves import RESOURCE_NAMES
-from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.layout import uneven_stages
+from monta_megatron.planner.plan import IterationShare, Plan
 from monta_megatron.planner.ranking import best, cross_or_stay
-from monta_megatron.tools.plan.request import Planned
+from monta_megatron.tools.plan.request import Planned, PlanRequest, plan_request
 
 WIDTH, MOST_LINES, MOST_LAYOUTS = 100, 25, 8
 _WRAPPER = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False)
@@ -64,10 +73,9 @@ class PlanReport:
         if ranking is None:
             rows = _table(CHAINS, planned.plan.best.values())
         else:
-            first = [best(ranking, in_node=True), best(ranking, in_node=False)]
-            first = [layout for layout in first if layout is not None]
-            others = [layout for layout in ranking if layout not in first]
-            rows = _table(LAYOUTS, [*first, *others][:MOST_LAYOUTS])
+            inside, across = best(ranking, in_node=True), best(ranking, in_node=False)
+            order = sorted(ranking, key=lambda each: (each is not inside, each is not across))
+            rows = _table(LAYOUTS, order[:MOST_LAYOUTS])
             rows.append(f"{len(ranking)} layouts fit; all of them with --json")
         fields = [_WRAPPER.wrap(f"{name:<10}{text}") for name, text in self._fields()]
         room = MOST_LINES - len(lines) - len(rows) - 1
@@ -131,3 +139,99 @@ def _standing(plan: Plan, chain: str) -> str:
     name = Choice(chain=chain, num_chunks=entry.num_chunks).name
     ratio = entry.predicted_us / plan.predicted_us
     return f"{name} takes {ratio:.2f} times the choice's time; {entry.rejected or 'it is that'}"
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """The choice for each value of a key."""
+
+    key: str
+    rows: Sequence[dict[str, Any]]
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        return {"sweep": self.key, "rows": list(self.rows)}
+
+    def text(self) -> str:
+        """A row per value."""
+        cells = "{value} {chain} {num_chunks} {predicted_us:,.0f} {stock_us:,.0f} {ratio:.2f}x"
+        columns = (f">{self.key}", "chain", ">chunks", ">us", ">alltoall us", ">speedup")
+        return table(columns, [cells.format(**row).split() for row in self.rows])
+
+
+def sweep(request: PlanRequest, key: str, values: Sequence[Any]) -> SweepReport:
+    """Plan for each value.
+
+    Raises:
+        ValueError: a value cannot be planned.
+    """
+    rows = []
+    for value in values:
+        try:
+            plan = plan_request(replace(request, **{key.replace("-", "_"): value})).plan
+        except ValueError as problem:
+            raise ValueError(f"--sweep {key}={value}: {problem}") from problem
+        names = ("chain", "num_chunks", "predicted_us", "stock_us")
+        row = {"value": value, **{name: getattr(plan, name) for name in names}}
+        rows.append({**row, "ratio": row["stock_us"] / row["predicted_us"]})
+    return SweepReport(key, rows)
+
+
+# Arguments of a training that no plan can know.
+TO_FILL_IN = """\
+  # To be filled in; tokens are random until a data path and a tokenizer are named
+  train-iters: 1000
+  lr: 1.0e-4
+  mock-data: true
+  tokenizer-type: NullTokenizer
+  eval-iters: 0
+  log-interval: 1
+"""
+
+
+def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
+    """Write the run file of a plan.
+
+    Raises:
+        ValueError: the ranks do not fill hosts, or the file cannot be written.
+    """
+    layout, cluster, plan = planned.layout, planned.cluster, planned.plan
+    on_host = min(cluster.ranks_per_host or cluster.ranks_per_node, layout.world_size)
+    rule = f"be whole hosts of {on_host} for a run file"
+    require(layout.world_size % on_host == 0, "world_size", layout.world_size, rule)
+    default_batch = 4 * layout.pp * planned.model.micro_batch_size * layout.dp
+    megatron = {
+        "moe-monta-chain": plan.chain,
+        "moe-monta-num-chunks": plan.num_chunks,
+        "moe-monta-ranks-per-node": request.ranks_per_node and cluster.ranks_per_node,
+        "sequence-parallel": layout.tp > 1,
+        "seq-length": request.seq_length,
+        "micro-batch-size": request.micro_batch_size,
+        "global-batch-size": request.global_batch_size or default_batch,
+        **(uneven_stages(planned.model, layout.pp) or {}),
+        "moe-grouped-gemm": True,
+        "moe-permute-fusion": True,
+        "use-distributed-optimizer": True,
+    }
+    data = {
+        "name": re.sub(r"[^A-Za-z0-9_.-]+", "_", planned.model.name),
+        "model": _place("models", request.model),
+        "cluster": _place("clusters", request.cluster),
+        "layout": {
+            "nodes": layout.world_size // on_host,
+            "ranks_per_node": on_host,
+            **{name: getattr(layout, name) for name in ("tp", "ep", "etp", "pp", "cp")},
+        },
+        # Megatron demands it before Blackwell.
+        "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": 1} if layout.tp * layout.cp > 1 else {},
+        "slurm": {"options": {"gpus-per-node": on_host}},
+        "megatron": {name: value for name, value in megatron.items() if value},
+    }
+    text = yaml.safe_dump(data, sort_keys=False, width=100)
+    write_whole(path, f"# Written by `monta plan --out`: {plan.reason}.\n{text}{TO_FILL_IN}")
+
+
+def _place(kind: files.ConfigKind, given: str) -> str:
+    """A preset by its name; another file by its whole path."""
+    found = files.find_config(kind, given)
+    return found.stem if found.parent == files.CONFIGS / kind else str(found.absolute())

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monta_megatron.common.rules import PositiveInt, require
-from monta_megatron.planner.benefit import Benefit
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import (
@@ -14,12 +13,15 @@ from monta_megatron.planner.layout import (
     shape_of_layout,
     uneven_stages,
 )
-from monta_megatron.planner.models.files import load_model
-from monta_megatron.planner.models.model import Model
-from monta_megatron.planner.models.training_memory import TrainingMemory, training_memory
-from monta_megatron.planner.plan import Plan, with_ranges
+from monta_megatron.planner.model import Model, load_model
+from monta_megatron.planner.plan import Benefit, Plan
 from monta_megatron.planner.plan import plan as plan_shape
-from monta_megatron.planner.ranking import RankedLayout, rank_layouts
+from monta_megatron.planner.ranking import (
+    RankedLayout,
+    TrainingMemory,
+    rank_layouts,
+    training_memory,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
 
     # Step 3: the chain.
     shape = shape_of_layout(model, layout, cluster.ranks_per_node, request.tokens)
-    plan = with_ranges(plan_shape(shape, cluster, **settings), shape, cluster)
+    plan = plan_shape(shape, cluster, **settings)
     notes = [
         f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}"
         for name, layers in (uneven_stages(model, layout.pp) or {}).items()
@@ -134,7 +136,7 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         cluster=cluster,
         layout=layout,
         ranking=ranking,
-        plan=replace(plan, notes=(*notes, *plan.notes, *model.notes)),
+        plan=replace(plan, notes=(*notes, *model.notes)),
         memory=training_memory(model, cluster, layout, tokens),
         benefit=benefit,
     )

@@ -4,6 +4,9 @@ One reader for every source of arguments: a model file, a run file, the argument
 printed, a config.json of Hugging Face (`config_json` gives its arguments). Values may be texts, as
 in a log: "4096", "True", "None", "([0]*3+[1]*58)".
 
+A model file holds Megatron's arguments by their names without --, and `source`; `not_expressed`
+names what of the model they do not say.
+
 Notation: H = hidden size, L = layers.
 """
 
@@ -11,8 +14,13 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
+from monta_megatron.common import files, strict_yaml
+
+# Keys of a model file that are no arguments.
+OTHER_KEYS = ("source", "not_expressed")
 BATCH = ("seq-length", "micro-batch-size")
 GATED = ("swiglu", "geglu", "quick-geglu", "bias-swiglu", "squared-swiglu")
 PROB_BYTES = {"fp32": 4, "fp64": 8, "torch.float32": 4, "torch.float64": 8}
@@ -27,7 +35,6 @@ class Model:
 
     Attributes:
         name: what users call it.
-        hidden_size: H.
         row_size: values of a row that is sent to experts: the latent size, or H.
         num_layers: L.
         moe_layers: [L] whether a layer has experts.
@@ -48,7 +55,6 @@ class Model:
     """
 
     name: str
-    hidden_size: int
     row_size: int
     num_layers: int
     moe_layers: tuple[bool, ...]
@@ -66,11 +72,6 @@ class Model:
     num_parameters: int | None
     notes: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def num_moe_layers(self) -> int:
-        """Layers with experts."""
-        return sum(self.moe_layers)
 
 
 class Reader:
@@ -136,6 +137,39 @@ class Reader:
             raise ValueError(f"{self._where}: {name}: got {value}, must be {rule}")
 
 
+def load_model(path: str | Path) -> Model:
+    """Read a model file, a config.json of Hugging Face or its folder, or a preset.
+
+    Raises:
+        ValueError: one line that names the file, the key, the value and the rule.
+    """
+    path = files.find_config("models", path)
+    name, arguments, notes = _read(path)
+    return model_of(arguments, name, str(path), notes)
+
+
+def load_arguments(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Megatron's arguments of a model file, a config.json or a preset, and notes on the model.
+
+    Raises:
+        ValueError: likewise; sizes are not checked.
+    """
+    return _read(files.find_config("models", path))[1:]
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """Name, arguments and notes."""
+    if path.suffix.lower() == ".json":
+        from monta_megatron.planner.config_json import read_config
+
+        return read_config(files.read_json(path), str(path))
+    data = strict_yaml.read(path)
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise ValueError(f"{path}: must be Megatron's arguments by their names, or a config.json")
+    notes = (f"not expressed by Megatron's arguments: {x}" for x in data.get("not_expressed") or ())
+    return path.stem, {n: data[n] for n in data if n not in OTHER_KEYS}, tuple(notes)
+
+
 def model_of(
     arguments: Mapping[str, Any], name: str, where: str, notes: tuple[str, ...] = ()
 ) -> Model:
@@ -179,7 +213,6 @@ def model_of(
     read.require_spelling()
     return Model(
         name=name,
-        hidden_size=hidden_size,
         row_size=row_size,
         num_layers=len(layers),
         moe_layers=tuple(layers),

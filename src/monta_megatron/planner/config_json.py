@@ -8,8 +8,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from monta_megatron.planner.models.model import Model, model_of
-
 # Parts of a config.json that hold keys of the text model, the outer ones first.
 PARTS = (
     *("thinker_config", "llm_config", "language_config", "text_config"),
@@ -88,8 +86,8 @@ ALIKE = {
 UNTOLD = "told by no config.json: norms of queries and keys, biases (none), activation (SwiGLU)"
 
 
-def model_of_config(data: Any, file: str) -> Model:
-    """The model of a config.json, with Megatron's arguments as far as they can be told.
+def read_config(data: Any, file: str) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """The family of a config.json, Megatron's arguments as far as it tells them, and notes.
 
     Args:
         data: its plain data.
@@ -144,7 +142,7 @@ def model_of_config(data: Any, file: str) -> Model:
     if isinstance(data.get("vision_config"), Mapping):
         notes.append("the text part alone: vision_config is not counted")
     given = {name: value for name, value in arguments.items() if value is not False}
-    return model_of(given, family, file, tuple(notes))
+    return family, given, tuple(notes)
 
 
 def _first(flat: Mapping[str, Any], keys: str, file: str) -> Any:

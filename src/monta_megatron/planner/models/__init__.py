@@ -1,1 +1,0 @@
-"""Model dimensions and Megatron arguments, from model files and from config.json."""
