@@ -21,7 +21,9 @@ PHASE = "forward_backward"
 LOSS_BELOW = 0.97
 
 STOCK_STYLE = {"color": pictures.STOCK_COLOUR, "linewidth": 2.0, "marker": "s"}
-AUTO_STYLE = {"color": pictures.PICK_COLOUR, "linewidth": 2.5, "marker": "o"}
+AUTO_STYLE = {"color": "#e07b39", "linewidth": 2.5, "marker": "o"}
+# Distinguishable for people with red-green colour blindness, too.
+COLOURS = ("#332288", "#88ccee", "#44aa99", "#117733", "#aa4499", "#222222")
 # The relative error that the dashed lines mark.
 ERROR_BAND = 0.25
 
@@ -353,7 +355,7 @@ def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
         if times:
             axis.plot(*zip(*times, strict=True), label=name, **style)
 
-    for chain, colour in pictures.CHAIN_COLOURS.items():
+    for chain, colour in zip(CHAINS, COLOURS, strict=True):
         rows = [
             min(
                 (row for row in point.ours if row.chain == chain and not row.chosen),
@@ -377,7 +379,7 @@ def _time_by_size(axis: Any, points: Sequence[Measured]) -> None:
 
 def _predicted(axis: Any, points: Sequence[Measured]) -> None:
     """A dot per chain, number of chunks and point."""
-    for chain, colour in pictures.CHAIN_COLOURS.items():
+    for chain, colour in zip(CHAINS, COLOURS, strict=True):
         times = [
             (row.median_ms, row.predicted_ms)
             for point in points

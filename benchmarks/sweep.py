@@ -30,9 +30,9 @@ from monta_megatron.common.text import advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import with_inter_rate
+from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.report import Report, Row
 from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
-from monta_megatron.tools.pictures import check_can_plot
 
 if TYPE_CHECKING:
     from monta_megatron.tools.bench.candidates import Bench
@@ -108,6 +108,14 @@ def _run(parsed: argparse.Namespace, study: Study | None) -> int:
     check_can_plot(parsed.plot)
     _print(reports, parsed, study)
     return 0
+
+
+def check_can_plot(folder: str | None) -> None:
+    """Fail before the work, not after it, if its pictures cannot be drawn; make their folder."""
+    if folder is not None:
+        if not pictures.can_draw():
+            raise ValueError(f"--plot: needs matplotlib: {pictures.INSTALL}")
+        Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def _measure(parsed: argparse.Namespace, study: Study | None) -> int:

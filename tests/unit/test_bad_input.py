@@ -91,7 +91,6 @@ CASES = [
     (f"timeline {MODEL} --ep 2", ["--ep", "got 2", "left out with TRACE"]),
     (f"timeline --model {MODEL}", ["--cluster", "not given"]),
     (f"timeline --model {MODEL} --cluster {CLUSTER} --chain alltoal", ["did you mean alltoall?"]),
-    (f"timeline --model {MODEL} --cluster {CLUSTER} --num-chunks 2", ["without --chain"]),
     ("doctor --fix", ["unrecognized", "--fix"]),
     ("place --apply . --placement p.json --ep 8", ["--out: not given, must be with --apply"]),
 ]

@@ -88,8 +88,8 @@ def measured(settings: Settings, measure: "Callable[[Cluster | None, Progress], 
         The result; None if results differ from stock's, which the first rank prints.
     """
     from monta_megatron.common.ranks import find_this_rank
+    from monta_megatron.exchange.collectives import join_launch
     from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.tools.joined_ranks import join
 
     this_rank = find_this_rank("bench")
     is_first = this_rank.rank == 0
@@ -97,7 +97,7 @@ def measured(settings: Settings, measure: "Callable[[Cluster | None, Progress], 
     with only_the_report():
         from monta_megatron.tools.bench.point import MismatchError
 
-        join(this_rank.local_rank)
+        join_launch(this_rank.local_rank)
         try:
             return measure(cluster, Progress("bench" if is_first else None))
         except MismatchError as error:

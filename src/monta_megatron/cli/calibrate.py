@@ -66,10 +66,10 @@ def _run(parsed: argparse.Namespace, begin_s: float) -> int:
     # Step 2: measure.
     with only_the_report():
         from monta_megatron.calibration.command import calibrate
-        from monta_megatron.tools.joined_ranks import join
+        from monta_megatron.exchange.collectives import join_launch
 
         report = calibrate(
-            join(this_rank.local_rank),
+            join_launch(this_rank.local_rank),
             budget_s=parsed.budget_seconds,
             ranks_per_node=parsed.ranks_per_node,
             nics_per_node=nics_per_node,

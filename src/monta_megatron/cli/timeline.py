@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli import planning
-from monta_megatron.common.flags import whole
 from monta_megatron.common.tables import print_report, tell
 
 # Of a layout, which a trace has.
@@ -30,29 +29,24 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("trace", nargs="?", type=Path, help="file of bench --trace")
     chain_help = "default: the fastest of the trace, or the planner's choice"
     planning.add_arguments(parser, PLANNED, chain_help)
-    parser.add_argument("--num-chunks", type=whole(1), help="of --chain (default: 4)")
     parser.add_argument("--out", type=Path, help="the picture (default: TRACE.png, timeline.png)")
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Draw the picture, then print how much overlapped."""
     from monta_megatron.tools import pictures
-    from monta_megatron.tools.timeline.report import named_chain, of_prediction, of_trace
+    from monta_megatron.tools.timeline import of_prediction, of_trace
 
-    given = named_chain(parsed.chain, parsed.num_chunks)
     if parsed.trace is None:
         planning.check_given(parsed, planning.FILES, (), "without TRACE")
-        report = of_prediction(planning.request_of(parsed), given)
-        path = parsed.out or Path("timeline.png")
+        report = of_prediction(planning.request_of(parsed), parsed.chain)
     else:
         planning.check_given(parsed, (), (*planning.FILES, *PLANNED), "with TRACE")
-        report = of_trace(parsed.trace, given)
-        path = parsed.out or parsed.trace.with_suffix(".png")
+        report = of_trace(parsed.trace, parsed.chain)
+    path = parsed.out or (parsed.trace or Path("timeline")).with_suffix(".png")
     if pictures.can_draw():
-        from monta_megatron.tools.timeline.picture import draw
-
         path.parent.mkdir(parents=True, exist_ok=True)
-        draw(report, path)
+        pictures.draw_timeline(report, path)
         report = replace(report, picture=path)
     else:
         tell("timeline", f"no picture without matplotlib: {pictures.INSTALL}")

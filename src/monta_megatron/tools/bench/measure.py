@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from monta_megatron.chains.program import PASSES, Phase
 from monta_megatron.core import Layout
-from monta_megatron.exchange.collectives import gather_objects
+from monta_megatron.exchange.collectives import gather_objects, wait_for_all
 from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.tools.bench.candidates import Batch, Bench, BenchCandidate, run_candidate
-from monta_megatron.tools.joined_ranks import wait_for_all
 from monta_megatron.tools.stock_collectives import sent_by
 
 # Columns after which the signs of `signed_experts` repeat: those of 1,024 parts differ.
