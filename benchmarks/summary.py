@@ -18,6 +18,8 @@ from monta_megatron.tools.bench.report import Row
 PHASE = "forward_backward"
 # A smaller ratio to stock is a loss, not noise.
 LOSS_BELOW = 0.97
+# Distinguishable for people with red-green colour blindness, too.
+COLOURS = ("#332288", "#88ccee", "#44aa99", "#117733", "#aa4499", "#222222")
 # The relative error that the dashed lines mark.
 ERROR_BAND = 0.25
 
@@ -229,7 +231,7 @@ def plot_predicted(points: Sequence[Measured], path: Path) -> None:
 
     with pictures.figure(path, (7.5, 5)) as figure:
         axis = figure.subplots()
-        for chain, colour in pictures.CHAIN_COLOURS.items():
+        for chain, colour in zip(CHAINS, COLOURS, strict=True):
             times = [
                 (point.times_ms[key], point.times_ms[key] * (1 + error))
                 for point in points

@@ -28,8 +28,8 @@ from monta_megatron.common.rules import positive
 from monta_megatron.common.text import Progress, advice
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.planner.cluster import Cluster
+from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
-from monta_megatron.tools.pictures import check_can_plot
 
 if TYPE_CHECKING:
     from monta_megatron.tools.bench.candidates import Bench
@@ -104,6 +104,14 @@ def _run(parsed: argparse.Namespace, study: Study) -> int:
     check_can_plot(parsed.plot)
     _report(Path(parsed.report), parsed.plot, study)
     return 0
+
+
+def check_can_plot(folder: str | None) -> None:
+    """Fail before the work, not after it, if its pictures cannot be drawn; make their folder."""
+    if folder is not None:
+        if not pictures.can_draw():
+            raise ValueError(f"--plot: needs matplotlib: {pictures.INSTALL}")
+        Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def _measure(parsed: argparse.Namespace, study: Study) -> int:

@@ -248,10 +248,10 @@ def gloo(short: bool, arguments: Sequence[str]) -> int:
     """Run `monta bench` with real processes, which may share a GPU."""
     from monta_megatron.cli import main
     from monta_megatron.emulation.gloo_collectives import install_for_device
-    from monta_megatron.tools import joined_ranks
+    from monta_megatron.exchange import collectives
 
     install_for_device()
-    joined_ranks.join = functools.partial(joined_ranks.join, transport="gloo")
+    collectives.join_launch = functools.partial(collectives.join_launch, transport="gloo")
     status = main(["bench", *BENCH, *arguments])
     return status or _proven(
         "all chains give stock's results with real processes, through the host; no order of streams"

@@ -18,8 +18,8 @@ RESULTS = DOCS / "results.md"
 HEADING = "## `auto` against stock `alltoall`"
 # TP, EP, ETP of the 8 ranks.
 LAYOUTS = {
-    "1, 8, 1": ("monta, auto: EP 8", pictures.PICK_COLOUR),
-    "4, 2, 4": ("monta, auto: EP 2 x ETP 4", pictures.COLOURS[0]),
+    "1, 8, 1": ("monta, auto: EP 8", "#e07b39"),
+    "4, 2, 4": ("monta, auto: EP 2 x ETP 4", "#332288"),
 }
 SHOWN = {"top-k": "8", "routing": "uniform", "tokens": "512"}
 RATES = ("200", "500", "1000")

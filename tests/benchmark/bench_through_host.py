@@ -7,7 +7,7 @@ import torch
 
 from monta_megatron.cli import main
 from monta_megatron.emulation import gloo_collectives
-from monta_megatron.tools import joined_ranks
+from monta_megatron.exchange import collectives
 
 num_copied = 0
 
@@ -21,7 +21,7 @@ def is_copied(tensor: torch.Tensor) -> bool:
 
 gloo_collectives._is_on_device = is_copied
 gloo_collectives.install_for_device()
-joined_ranks.join = functools.partial(joined_ranks.join, transport="gloo")
+collectives.join_launch = functools.partial(collectives.join_launch, transport="gloo")
 status = main(["bench", *sys.argv[1:]])
 if torch.distributed.get_rank() == 0:
     print("copied:", num_copied, file=sys.stderr)

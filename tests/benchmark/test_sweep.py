@@ -12,12 +12,13 @@ import golden
 import pytest
 from interrupts import started, wait_for
 from summary import measured_points, summarise, summary_text
-from sweep import is_measured, read_reports, read_sweep
+from sweep import check_can_plot, is_measured, read_reports, read_sweep
 from test_bench_numbers import BASE
 from test_bench_numbers import row as bench_row
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.report import Row
 from monta_megatron.tools.bench.settings import parse_settings
 
@@ -44,6 +45,16 @@ def test_points_change_the_headline_and_flags_too(tmp_path: Path) -> None:
     assert (first.tp, first.ep, first.etp) == (second.tp, second.ep, second.etp) == (1, 4, 1)
     assert first.repeats == second.repeats == third.repeats == 15
     assert first.num_chunks == second.num_chunks == third.num_chunks == (1, 3)
+
+
+def test_without_matplotlib_the_line_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pictures, "can_draw", lambda: False)
+    check_can_plot(None)
+    with pytest.raises(ValueError, match=r"--plot: needs matplotlib: pip install matplotlib$"):
+        check_can_plot(str(tmp_path / "plots"))
+    assert not (tmp_path / "plots").exists()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 import torch
 from linear_pipeline import Stage, operation_of, work_of
 
-from monta_megatron.exchange.monitor import Monitor, Step
+from monta_megatron.exchange.monitor import Action, Monitor, Step
 from monta_megatron.tools import record
+from monta_megatron.tools.record import Recorder
 
 COPY = Stage(work_of("copy", "memory", (0.0,)), 0)
 SEND = Stage(work_of("alltoall", "inter", (0.0,)), 0)
@@ -31,48 +32,101 @@ class FakeEvent:
         return (other.at_us - self.at_us) / 1e3
 
 
-def test_a_collective_ends_at_the_first_wait_and_a_group_runs_in_order(
+# Two collectives of a group, as (time, action, chunk).
+TWO_SENDS: list[tuple[float, Action, int]] = [
+    (200, "begin", 0),
+    (201, "start", 0),
+    (202, "end", 0),
+    (202, "begin", 1),
+    (203, "start", 1),
+    (204, "end", 1),
+    (230, "ready", 0),
+    (240, "ready", 1),
+    (250, "ready", 0),
+]
+
+
+def recorded(
+    is_device: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    stages: list[Stage],
+    steps: list[tuple[float, Action, int]],
+) -> list[tuple[Any, ...]]:
+    """(resource, number, start, end) of what is recorded in steps of a pass."""
     monkeypatch.setattr(record, "now_us", lambda: FakeEvent.now_us)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    FakeEvent.now_us = 100.0
-    recorder = record.ProgramRecorder(is_device=True)
-    first, second = (operation_of(number, 0, number, [SEND]) for number in range(2))
-    for at_us, action, operation in (
-        (200, "begin", first),
-        (201, "start", first),
-        (202, "end", first),
-        (202, "begin", second),
-        (203, "start", second),
-        (204, "end", second),
-        (230, "ready", first),
-        (240, "ready", second),
-        (250, "ready", first),
-    ):
+    FakeEvent.now_us = steps[0][0] - 100
+    recorder = Recorder(is_device=is_device)
+    FakeEvent.now_us = steps[0][0]
+    recorder.begin("dispatch")
+    for at_us, action, number in steps:
         FakeEvent.now_us = at_us
-        if at_us == 200:
-            recorder.begin("dispatch")
+        operation = operation_of(number, number % len(stages), number, stages)
         recorder.note(Step(action, "dispatch", operation))
+        if action == "start" and not is_device:
+            # Its thread notes the end, at the latest when the collective is waited for.
+            work = CompletedWork(at_us + 5.5)
+            recorder.watch([work], "dispatch", number)[0].wait()
     recorder.end()
-    passes, spans = recorder.taken()
+    return [(s.resource, s.operation, s.start_us, s.end_us) for s in recorder.spans("a row", 0)]
+
+
+class CompletedWork(torch.distributed.Work):
+    """A collective that has ended at a time."""
+
+    def __init__(self, at_us: float) -> None:
+        super().__init__()
+        self._at_us = at_us
+
+    def wait(self, *timeout: Any) -> bool:
+        FakeEvent.now_us = self._at_us
+        return True
+
+
+def test_a_collective_ends_at_the_first_wait_and_a_group_runs_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # The host is ahead by 5 us: a pass lasts from when it comes there until the device has ended.
-    assert passes == {"dispatch": (200, 255)}
-    assert [(s.chunk, s.start_us, s.end_us) for s in spans if s.resource == "inter"] == [
-        (0, 206, 235),
-        (1, 235, 245),
+    assert sorted(recorded(True, monkeypatch, [SEND], TWO_SENDS)) == [
+        ("host", 0, 200, 202),
+        ("host", 1, 202, 204),
+        ("inter", 0, 206, 235),
+        ("inter", 1, 235, 245),
+        ("pass", None, 200, 255),
     ]
-    assert [(s.start_us, s.end_us) for s in spans if s.resource == "host"] == [
-        (200, 202),
-        (202, 204),
+
+
+# A collective that ends at 8, which is noticed at 9, between two copies.
+STAGES = [COPY, SEND, Stage(work_of("order", "memory", (0.0,)), 0)]
+STEPS: list[tuple[float, Action, int]] = [
+    (0.0, "begin", 0),
+    (2.0, "end", 0),
+    (2.0, "begin", 1),
+    (2.5, "start", 1),
+    (3.0, "end", 1),
+    (3.0, "begin", 2),
+    (3.1, "wait", 1),
+    (9.0, "ready", 1),
+    (10.0, "end", 2),
+]
+
+
+def test_a_cpu_ranks_collective_ends_before_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert sorted(recorded(False, monkeypatch, STAGES, STEPS)) == [
+        ("inter", 1, 2.5, 8),
+        ("memory", 0, 0, 2),
+        ("memory", 2, 9, 10),
+        ("pass", None, 0, 10),
     ]
 
 
 def test_events_lie_on_the_hosts_clock_and_in_order() -> None:
     if not torch.cuda.is_available() or torch.version.cuda is None:
         pytest.skip("needs a GPU: events have no times elsewhere")
-    recorder = record.ProgramRecorder(is_device=True)
+    recorder = Recorder(is_device=True)
     monitor = Monitor(recorder=recorder)
     rows = torch.ones(4096, 4096, device="cuda")
     recorder.begin("dispatch")
@@ -80,11 +134,12 @@ def test_events_lie_on_the_hosts_clock_and_in_order() -> None:
         with monitor.range("dispatch", "alltoall", operation_of(chunk, 0, chunk, [COPY])):
             rows = rows @ rows
     recorder.end()
-    passes, spans = recorder.taken()
-    (start_us, end_us), (first, second) = passes["dispatch"], spans[::2]
+    spans = list(recorder.spans("a row", 0))
+    (whole,) = (span for span in spans if span.resource == "pass")
+    first, second = (span for span in spans if span.resource == "memory")
     # By how much the clocks may differ.
     slack_us = 1000
-    assert start_us - slack_us <= first.start_us < first.end_us <= second.start_us
-    assert second.end_us <= end_us <= record.now_us() + slack_us
+    assert whole.start_us - slack_us <= first.start_us < first.end_us <= second.start_us
+    assert second.end_us <= whole.end_us <= record.now_us() + slack_us
     # 2 * 4096^3 operations take no GPU less than 50 us, in fp32.
     assert first.end_us - first.start_us > 50

@@ -9,11 +9,11 @@ from commands import Monta
 from forked_ranks import LIMIT_S, ForkedRanks
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.program import PASSES, Operation
+from monta_megatron.chains.program import PASSES
 from monta_megatron.core import Layout, Shape
 from monta_megatron.planner.price import bind_expected, lower_expected
 from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.tools.trace import STOCK, Span, Timeline, Trace
+from monta_megatron.tools.trace import STOCK, Span, Trace
 
 NUM_RANKS, NUM_CHUNKS = 4, 3
 ROWS = [
@@ -26,8 +26,6 @@ LAYER = (
     "--num-chunks 3 --chains alltoall_allgather,hierarchical_allgather"
 )
 ALL_PASSES = PASSES["forward_backward"]
-# What the files' resolution leaves between two ends that are one.
-RESOLUTION_US = 0.01
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
 
@@ -42,39 +40,38 @@ def path(ranks: ForkedRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rows(path: Path) -> dict[str, Timeline]:
-    return {row.name: row for row in Trace.load(path).timelines}
+def rows(path: Path) -> dict[str, list[Span]]:
+    return Trace.load(path).rows
 
 
-def test_each_row_has_all_passes_on_all_ranks(path: Path, rows: dict[str, Timeline]) -> None:
+def passes_of(row: list[Span]) -> dict[tuple[int, str], Span]:
+    """(rank, pass) -> the span of the whole pass."""
+    return {(s.rank, s.pass_name): s for s in row if s.resource == "pass"}
+
+
+def test_each_row_has_all_passes_on_all_ranks(path: Path) -> None:
     trace = Trace.load(path)
     assert trace.title.startswith("recorded on 4 CPU ranks of 2 nodes: TP 2, EP 2, ETP 2, top-2 of")
     assert trace.about["clock"] == "the monotonic clock of one host"
-    assert list(rows) == ROWS
-    for row in rows.values():
-        assert [track.name for track in row.tracks] == [
-            f"rank {rank} (node {rank // 2})" for rank in range(NUM_RANKS)
-        ]
-        for track in row.tracks:
-            assert list(track.passes) == [pass_.name for pass_ in ALL_PASSES]
-            assert {span.pass_name for span in track.spans} == set(track.passes)
-    assert min(row.start_us for row in rows.values()) == 0
+    assert trace.ranks == tuple(f"rank {rank} (node {rank // 2})" for rank in range(NUM_RANKS))
+    assert list(trace.rows) == ROWS
+    every_pass = {(rank, pass_.name) for rank in range(NUM_RANKS) for pass_ in ALL_PASSES}
+    for row in trace.rows.values():
+        assert passes_of(row).keys() == every_pass
+        assert {(s.rank, s.pass_name) for s in row if s.resource != "pass"} == every_pass
+    assert min(span.start_us for span in trace.spans) == 0
 
 
-def test_passes_hold_their_spans_and_run_on_all_ranks_at_once(rows: dict[str, Timeline]) -> None:
+def test_every_span_lies_inside_its_pass(rows: dict[str, list[Span]]) -> None:
     for row in rows.values():
-        for track in row.tracks:
-            for span in track.spans:
-                start_us, end_us = track.passes[span.pass_name]
-                assert start_us <= span.start_us <= span.end_us <= end_us + RESOLUTION_US
-        # An exchange ends on no rank before it has begun on all: clocks that differ would show.
-        for pass_ in ALL_PASSES:
-            starts, ends = zip(*(track.passes[pass_.name] for track in row.tracks), strict=True)
-            assert max(starts) < min(ends)
+        passes = passes_of(row)
+        for span in row:
+            whole = passes[span.rank, span.pass_name]
+            assert whole.start_us <= span.start_us <= span.end_us <= whole.end_us
 
 
 @pytest.mark.parametrize("name", ["alltoall_allgather", "hierarchical_allgather"])
-def test_every_operation_is_there_on_every_rank(rows: dict[str, Timeline], name: str) -> None:
+def test_every_operation_is_there_on_every_rank(rows: dict[str, list[Span]], name: str) -> None:
     shape = Shape(
         layout=Layout(ep=2, etp=2, num_local_experts=4, rank=0, nodes=(0, 0, 1, 1)),
         hidden_size=32,
@@ -84,23 +81,24 @@ def test_every_operation_is_there_on_every_rank(rows: dict[str, Timeline], name:
         tokens_per_rank=96,
     )
     bound = bind_expected(shape, CHAINS[name], NUM_CHUNKS, shape.layout)
-
-    def fields(pass_name: str, each: Operation | Span, number: int | None) -> tuple[object, ...]:
-        return pass_name, number, each.stage, each.chunk, each.resource
-
-    expected = {
-        fields(pass_.name, operation, operation.number)
+    expected = sorted(
+        (pass_.name, operation.number, operation.stage, operation.chunk, operation.resource)
         for pass_ in ALL_PASSES
         for operation in lower_expected(shape, bound, pass_, "host").program.operations
-    }
-    for track in rows[f"{name} in 3 chunks"].tracks:
-        recorded = [fields(span.pass_name, span, span.operation) for span in track.spans]
-        assert len(recorded) == len(expected) and set(recorded) == expected
+    )
+    for rank in range(NUM_RANKS):
+        recorded = sorted(
+            (span.pass_name, span.operation, span.stage, span.chunk, span.resource)
+            for span in rows[f"{name} in 3 chunks"]
+            if span.rank == rank and span.resource != "pass"
+        )
+        assert recorded == expected
 
 
-def test_stock_is_recorded_as_it_runs(rows: dict[str, Timeline]) -> None:
-    for track in rows[STOCK].tracks:
-        spans = sorted(track.spans, key=lambda span: span.start_us)
+def test_stock_is_recorded_as_it_runs(rows: dict[str, list[Span]]) -> None:
+    for rank in range(NUM_RANKS):
+        spans = [s for s in rows[STOCK] if s.rank == rank and s.resource != "pass"]
+        spans.sort(key=lambda span: (span.start_us, span.end_us))
         links = [(s.stage, s.resource, s.pass_name) for s in spans if s.resource != "memory"]
         # Rows and probabilities, over the network and to the other rank of the experts.
         assert links.count(("alltoall", "inter", "dispatch")) == 2
@@ -110,7 +108,15 @@ def test_stock_is_recorded_as_it_runs(rows: dict[str, Timeline]) -> None:
         # One after the other, without gaps.
         for span, following in pairwise(spans):
             if span.pass_name == following.pass_name:
-                assert span.end_us == pytest.approx(following.start_us, abs=RESOLUTION_US)
+                assert span.end_us == following.start_us
+
+
+def test_all_ranks_are_in_the_pass_at_the_same_time(rows: dict[str, list[Span]]) -> None:
+    # An exchange ends on no rank before it has begun on all: clocks that differ would show.
+    for row in rows.values():
+        for pass_ in ALL_PASSES:
+            same = [span for key, span in passes_of(row).items() if key[1] == pass_.name]
+            assert max(span.start_us for span in same) < min(span.end_us for span in same)
 
 
 def test_ranks_of_several_hosts_are_put_on_the_first_ones_clock(
@@ -125,7 +131,7 @@ def test_ranks_of_several_hosts_are_put_on_the_first_ones_clock(
     # The clocks are 1,000 s apart, and a run is ended long before it takes half of that.
     assert LIMIT_S < 500
     assert 0 < trace.about["clock_error_us"] < 500e6
-    assert all(0 <= row.start_us < row.start_us + row.total_us < 500e6 for row in trace.timelines)
+    assert all(0 <= span.start_us <= span.end_us < 500e6 for span in trace.spans)
 
 
 def test_a_profile_has_a_range_for_every_stage_and_chunk(path: Path) -> None:

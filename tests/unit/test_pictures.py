@@ -1,6 +1,5 @@
-"""Pictures: what is written, and what is said where they cannot be drawn."""
+"""Pictures are written whole or not at all."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,3 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
         pictures.figure(path, (2, 1)),
     ):
         pass
-
-
-def test_without_matplotlib_the_line_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    pictures.check_can_plot(None)
-    with pytest.raises(ValueError, match=r"--plot: needs matplotlib: pip install matplotlib$"):
-        pictures.check_can_plot(str(tmp_path / "plots"))
-    assert not (tmp_path / "plots").exists()

@@ -143,10 +143,10 @@ def _calibrate(parsed: argparse.Namespace, begin_s: float) -> int:
     # Step 2: measure.
     with only_the_report():
         from monta_megatron.calibration.command import calibrate
-        from monta_megatron.tools.joined_ranks import join
+        from monta_megatron.exchange.collectives import join_launch
 
         report = calibrate(
-            join(this_rank.local_rank),
+            join_launch(this_rank.local_rank),
             budget_s=parsed.budget_seconds,
             ranks_per_node=parsed.ranks_per_node,
             nics_per_node=nics_per_node,
@@ -236,8 +236,8 @@ def measured(settings: Settings, measure: "Callable[[Cluster | None, Progress], 
     Returns:
         The result; None if results differ from stock's, which the first rank prints.
     """
+    from monta_megatron.exchange.collectives import join_launch
     from monta_megatron.planner.cluster_file import load_cluster
-    from monta_megatron.tools.joined_ranks import join
 
     this_rank = find_this_rank("bench")
     is_first = this_rank.rank == 0
@@ -245,7 +245,7 @@ def measured(settings: Settings, measure: "Callable[[Cluster | None, Progress], 
     with only_the_report():
         from monta_megatron.tools.bench.measure import MismatchError
 
-        join(this_rank.local_rank)
+        join_launch(this_rank.local_rank)
         try:
             return measure(cluster, Progress("bench" if is_first else None))
         except MismatchError as error:

@@ -115,7 +115,6 @@ def add_timeline_arguments(parser: Parser) -> None:
     parser.add_argument("trace", nargs="?", type=Path, help="file of bench --trace")
     chain_help = "default: the fastest of the trace, or the planner's choice"
     _add_request_arguments(parser, PREDICTED, chain_help)
-    parser.add_argument("--num-chunks", type=whole(1), help="of --chain (default: 4)")
     parser.add_argument("--out", type=Path, help="the picture (default: TRACE.png, timeline.png)")
 
 
@@ -134,22 +133,18 @@ def run_timeline(parsed: argparse.Namespace) -> int:
       monta timeline trace.json
     """
     from monta_megatron.tools import pictures
-    from monta_megatron.tools.timeline.report import named_chain, of_prediction, of_trace
+    from monta_megatron.tools.timeline import of_prediction, of_trace
 
-    given = named_chain(parsed.chain, parsed.num_chunks)
     if parsed.trace is None:
         _check_given(parsed, FILES, (), "a file or a preset without TRACE")
-        report = of_prediction(_request_of(parsed), given)
-        path = parsed.out or Path("timeline.png")
+        report = of_prediction(_request_of(parsed), parsed.chain)
     else:
         _check_given(parsed, (), (*FILES, *PREDICTED), "with TRACE")
-        report = of_trace(parsed.trace, given)
-        path = parsed.out or parsed.trace.with_suffix(".png")
+        report = of_trace(parsed.trace, parsed.chain)
+    path = parsed.out or (parsed.trace or Path("timeline")).with_suffix(".png")
     if pictures.can_draw():
-        from monta_megatron.tools.timeline.picture import draw
-
         path.parent.mkdir(parents=True, exist_ok=True)
-        draw(report, path)
+        pictures.draw_timeline(report, path)
         report = replace(report, picture=path)
     else:
         tell("timeline", f"no picture without matplotlib: {pictures.INSTALL}")

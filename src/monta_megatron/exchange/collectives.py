@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
+from monta_megatron.common.launch_order import set_launch_order
 from monta_megatron.common.ranks import consecutive_nodes, node_here, number_nodes
 from monta_megatron.common.torch_private import (
     ALL_GATHER,
@@ -33,6 +34,7 @@ from monta_megatron.common.torch_private import (
     timeout_of,
 )
 from monta_megatron.core import Layout
+from monta_megatron.exchange.streams import device_of_ranks
 
 # Created here; the other groups are Megatron's.
 OWN_GROUPS = ("node", "rail")
@@ -149,6 +151,30 @@ class _OwnGroup(NamedTuple):
 # By the default group, as a restart of torch.distributed creates another one; then by members. All
 # layers share them.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _OwnGroup]] = WeakKeyDictionary()
+
+
+def join_launch(local_rank: int, transport: str = "nccl") -> torch.device:
+    """For tools: join the launch, and take a GPU where there is one; CPU tensors go through Gloo.
+
+    Args:
+        local_rank: number among the ranks of this node, which take its GPUs in turn.
+        transport: backend for tensors on GPUs.
+
+    Raises:
+        ValueError: there is neither a GPU nor a stand-in.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("MONTA_CPU_RANKS: not set, must be 1 where there is no GPU")
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    # As in a training.
+    set_launch_order()
+    dist.init_process_group(f"cpu:gloo,cuda:{transport}")
+    return device_of_ranks()
+
+
+def wait_for_all() -> None:
+    """A barrier by tensors on the host, so that it needs no GPU."""
+    dist.all_reduce(torch.zeros(1))
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -9,7 +9,7 @@ first stream that waits for it goes on.
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple, cast
@@ -21,20 +21,18 @@ import torch.distributed as dist
 from monta_megatron.chains.program import Operation
 from monta_megatron.common.ranks import BOOT_ID
 from monta_megatron.common.text import counted
-from monta_megatron.exchange.collectives import gather_objects
+from monta_megatron.core import Choice
+from monta_megatron.exchange.collectives import gather_objects, wait_for_all
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.integration.options import AUTO
 from monta_megatron.tools.bench.candidates import NO_EXPERTS, Bench, BenchCandidate, run_candidate
-from monta_megatron.tools.joined_ranks import wait_for_all
 from monta_megatron.tools.stock_collectives import StockCollective, observed
-from monta_megatron.tools.trace import STOCK, Span, Timeline, Trace, Track, pipeline_name
+from monta_megatron.tools.trace import STOCK, Span, Trace
 
 NUM_BARRIERS = 31
 # The work of a stock dispatcher between its collectives: copies, and the host's work for them.
 BETWEEN_COLLECTIVES = "permute"
-# The name of a pass, and an operation of its program.
-Key = tuple[str, int]
 
 
 def record(bench: Bench, meta: Mapping[str, Any], path: Path) -> None:
@@ -51,30 +49,28 @@ def record(bench: Bench, meta: Mapping[str, Any], path: Path) -> None:
     Raises:
         ValueError: the file cannot be written; on the first rank.
     """
-    here = f"rank {dist.get_rank()} (node {bench.nodes[dist.get_rank()]})"
-    clock = compare_clocks()
-    timelines = []
+    offset_us, clock = compare_clocks()
+    spans_here: list[Span] = []
     for candidate in bench.candidates:
         if candidate.overlaps:
             continue
-        is_device = candidate.batch.hidden.is_cuda
-        recorder: StockRecorder | ProgramRecorder
-        if candidate.kind == "megatron":
-            recorder = StockRecorder(is_device)
-            recording = observed(bench.nodes, recorder.run_collective)
-        else:
-            recorder = ProgramRecorder(is_device)
-            recording = recorder.attached(candidate.dispatcher)
+        is_stock = candidate.kind == "megatron"
+        recorder = Recorder(is_device=candidate.batch.hidden.is_cuda, is_stock=is_stock)
+        if not is_stock:
+            candidate.dispatcher.monitor.recorder = recorder
         wait_for_all()
-        with recording:
+        with observed(bench.nodes, recorder.run_collective) if is_stock else nullcontext():
             run_candidate(candidate, NO_EXPERTS, begin=recorder.begin)
             recorder.end()
-        passes, spans = recorder.taken()
-        tracks = gather_objects(Track(here, passes, spans).shifted(-clock.offset_us))
-        timelines.append(Timeline(_name_of(candidate), tuple(tracks)))
+        spans_here += recorder.spans(_name_of(candidate), dist.get_rank(), offset_us)
+    spans_by_rank = gather_objects(spans_here)
     if dist.get_rank() == 0:
-        about = {**meta, "clock": clock.name, "clock_error_us": clock.error_us}
-        Trace(title=_title_of(bench), timelines=tuple(timelines), about=about).save(path)
+        Trace(
+            title=_title_of(bench),
+            ranks=tuple(f"rank {rank} (node {node})" for rank, node in enumerate(bench.nodes)),
+            spans=tuple(span for spans in spans_by_rank for span in spans),
+            about={**meta, **clock},
+        ).save(path)
 
 
 def _title_of(bench: Bench) -> str:
@@ -93,24 +89,35 @@ def _title_of(bench: Bench) -> str:
 def _name_of(candidate: BenchCandidate) -> str:
     if candidate.kind == "megatron":
         return STOCK if candidate.requested == "alltoall" else f"stock {candidate.requested}"
-    return f"{'auto: ' * (candidate.requested == AUTO)}{pipeline_name(*candidate.key)}"
+    chain, num_chunks = candidate.key
+    choice = Choice(chain=chain, num_chunks=num_chunks)
+    return f"{'auto: ' * (candidate.requested == AUTO)}{choice.name}"
 
 
 class Moment(NamedTuple):
     """A time on the host, and on the current stream of a device; None on CPU ranks."""
 
     host_us: float
-    event: torch.cuda.Event | None
+    event: torch.cuda.Event | None = None
 
 
-class TimedStep(NamedTuple):
-    """A step of the executor with its times on host and device, equal on CPU ranks."""
+class Interval(NamedTuple):
+    """A span of this rank before its times on a device are known; `group` is a collective's."""
 
-    action: str
     pass_name: str
-    operation: Operation
-    host_us: float
-    device_us: float
+    stage: str
+    chunk: int | None
+    operation: int | None
+    resource: Any
+    group: str | None
+    start: Moment
+    end: Moment
+
+
+def interval_of(pass_name: str, operation: Operation, start: Moment, end: Moment) -> Interval:
+    """An operation of a program as it ran."""
+    labels = operation.stage, operation.chunk, operation.number, operation.resource
+    return Interval(pass_name, *labels, operation.group, start, end)
 
 
 def now_us() -> float:
@@ -119,56 +126,121 @@ def now_us() -> float:
 
 
 class Recorder:
-    """Records when the passes of a dispatcher begin and end on this rank.
+    """Records one run of a dispatcher on this rank; an `exchange.monitor.Recorder` of ours.
+
+    A copy runs from when its input is ready to its end, a collective from its start until it
+    finishes, independent of the wait for it. What stock does runs one after the other.
 
     Args:
-        is_device: whether the rank is a GPU.
+        is_device: whether the rank is a GPU, for which the host launches.
+        is_stock: whether the dispatcher is Megatron's.
     """
 
-    def __init__(self, is_device: bool) -> None:
-        self._is_device = is_device
-        self._passes: dict[str, tuple[Moment, Moment]] = {}
-        self._begun: tuple[str, Moment] | None = None
+    def __init__(self, *, is_device: bool, is_stock: bool = False) -> None:
+        self._is_device, self._is_stock = is_device, is_stock
+        self._intervals: list[Interval] = []
+        # (pass, number) -> a collective that runs, and its start.
+        self._running: dict[tuple[str, int], tuple[Operation, Moment]] = {}
+        self._pass_name: str | None = None
         if is_device:
             torch.cuda.synchronize()
-        origin = self.now()
+        origin = self._now()
         if origin.event is not None:
             origin.event.synchronize()
-        self._origin = Moment(now_us(), origin.event)
+        self._origin = self._begun = self._launched = self._ready = Moment(now_us(), origin.event)
 
-    def now(self) -> Moment:
-        """The current time."""
+    def begin(self, pass_name: str) -> None:
+        """End the current pass, if any, and begin another, unless it has begun."""
+        if self._pass_name != pass_name:
+            self.end()
+            self._pass_name = pass_name
+            self._ready = self._now()
+            self._begun = Moment(self._ready.host_us)
+
+    def end(self) -> None:
+        """End the current pass, if any."""
+        if self._pass_name is not None:
+            if self._is_stock:
+                self._add_stock(BETWEEN_COLLECTIVES, "memory")
+            labels = self._pass_name, "", None, None, "pass", None
+            self._intervals.append(Interval(*labels, self._begun, self._now()))
+        self._pass_name = None
+
+    def run_collective(self, collective: StockCollective, run: Callable[[], Any]) -> Any:
+        """Run a collective of stock; record it, and the copies before it."""
+        self._add_stock(BETWEEN_COLLECTIVES, "memory")
+        result = run()
+        self._add_stock(collective.name, collective.resource)
+        return result
+
+    def _add_stock(self, stage: str, resource: str) -> None:
+        """Record work of stock, from the end of what it did before until now."""
+        assert self._pass_name is not None, f"{stage} outside of a pass"
+        start, self._ready = self._ready, self._now()
+        labels = self._pass_name, stage, None, None, resource, None
+        self._intervals.append(Interval(*labels, start, self._ready))
+
+    def note(self, step: Step) -> None:
+        """Record a step of the executor at the current time."""
+        at, (action, pass_name, operation) = self._now(), step
+        if action == "begin":
+            self._launched = self._ready = at
+        elif action == "start":
+            self._running[pass_name, operation.number] = operation, at
+        elif action == "ready":
+            self._ready = at
+            if self._is_device:
+                # The first stream to wait for a collective is past it.
+                self._end_collective(pass_name, operation.number, at)
+        elif action == "end":
+            run = interval_of(pass_name, operation, self._ready, at)
+            if not operation.is_collective:
+                self._intervals.append(run)
+            if self._is_device:
+                start, end = Moment(self._launched.host_us), Moment(at.host_us)
+                launch = run._replace(resource="host", group=None, start=start, end=end)
+                self._intervals.append(launch)
+
+    def watch(self, works: Sequence[dist.Work], pass_name: str, operation: int) -> list[dist.Work]:
+        """On CPU ranks let a thread wait for a collective; returns a handle that waits for it."""
+        if self._is_device:
+            return list(works)
+
+        def note_end() -> None:
+            self._end_collective(pass_name, operation, self._now())
+
+        return [cast(dist.Work, WatchedWork(works, note_end))]
+
+    def _end_collective(self, pass_name: str, number: int, end: Moment) -> None:
+        """Record a collective, unless its end has been noted."""
+        if (pass_name, number) in self._running:
+            operation, start = self._running.pop((pass_name, number))
+            self._intervals.append(interval_of(pass_name, operation, start, end))
+
+    def spans(self, row: str, rank: int, offset_us: float = 0.0) -> Iterator[Span]:
+        """Everything that was recorded, by the first rank's clock; waits for the device.
+
+        Args:
+            row, rank: of the spans.
+            offset_us: this rank's clock minus the first rank's.
+        """
+        if self._is_device:
+            torch.cuda.synchronize()
+        # Group -> when it is free: a communicator of NCCL runs its collectives in order.
+        free_us: dict[str, float] = {}
+        for interval in sorted(self._intervals, key=lambda interval: self._us(interval.start)):
+            start_us, end_us = self._us(interval.start), self._us(interval.end)
+            if self._is_device and interval.group is not None:
+                start_us = max(start_us, free_us.get(interval.group, start_us))
+                free_us[interval.group] = end_us
+            yield Span(row, rank, *interval[:5], start_us - offset_us, end_us - offset_us)
+
+    def _now(self) -> Moment:
         event = None
         if self._is_device:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
         return Moment(now_us(), event)
-
-    def begin(self, pass_name: str) -> None:
-        """End the current pass, if any, and begin another, unless it has begun."""
-        if self._begun is None or self._begun[0] != pass_name:
-            self.end()
-            self._begun = pass_name, self.now()
-
-    def end(self) -> None:
-        """End the current pass, if any."""
-        if self._begun is not None:
-            self._passes[self._begun[0]] = self._begun[1], self.now()
-        self._begun = None
-
-    def spans(self) -> Iterator[Span]:
-        """Everything that was recorded inside of the passes."""
-        raise NotImplementedError
-
-    def taken(self) -> tuple[dict[str, tuple[float, float]], tuple[Span, ...]]:
-        """Passes and spans; waits for the device."""
-        if self._is_device:
-            torch.cuda.synchronize()
-        passes = {
-            name: (start.host_us, max(end.host_us, self._us(end)))
-            for name, (start, end) in self._passes.items()
-        }
-        return passes, tuple(self.spans())
 
     def _us(self, moment: Moment) -> float:
         """A time on the device, by the host's clock."""
@@ -177,48 +249,7 @@ class Recorder:
         return self._origin.host_us + 1e3 * self._origin.event.elapsed_time(moment.event)
 
 
-class ProgramRecorder(Recorder):
-    """Records the operations of our chains; an `exchange.monitor.Recorder`."""
-
-    def __init__(self, is_device: bool) -> None:
-        super().__init__(is_device)
-        self._steps: list[tuple[Step, Moment]] = []
-        self._ends: dict[Key, Moment] = {}
-
-    @contextmanager
-    def attached(self, dispatcher: Any) -> Iterator[None]:
-        """Record what a dispatcher does."""
-        dispatcher.monitor.recorder = self
-        try:
-            yield
-        finally:
-            dispatcher.monitor.recorder = None
-
-    def note(self, step: Step) -> None:
-        """Record a step of the executor at the current time."""
-        at = self.now()
-        if step.action == "ready" and step.operation.is_collective and self._is_device:
-            # The first stream to wait for it is past it.
-            self._ends.setdefault((step.pass_name, step.operation.number), at)
-        self._steps.append((step, at))
-
-    def watch(self, works: Sequence[dist.Work], pass_name: str, operation: int) -> list[dist.Work]:
-        """On CPU ranks let a thread wait for a collective; returns a handle that waits for it."""
-        if self._is_device:
-            return list(works)
-
-        def note_end() -> None:
-            self._ends[pass_name, operation] = self.now()
-
-        return [cast(dist.Work, _WatchedWork(works, note_end))]
-
-    def spans(self) -> Iterator[Span]:
-        steps = [TimedStep(*step, at.host_us, self._us(at)) for step, at in self._steps]
-        ends_us = {key: self._us(at) for key, at in self._ends.items()}
-        return spans_of(steps, ends_us, self._is_device)
-
-
-class _WatchedWork(Thread):
+class WatchedWork(Thread):
     """Stands in for a collective, and waits for it on a thread of its own."""
 
     def __init__(self, works: Sequence[dist.Work], note_end: Callable[[], None]) -> None:
@@ -248,106 +279,18 @@ class _WatchedWork(Thread):
         return not self.is_alive()
 
 
-def spans_of(
-    steps: Sequence[TimedStep], ends_us: Mapping[Key, float], is_device: bool
-) -> Iterator[Span]:
-    """Spans of one rank from the recorded steps of its executor.
-
-    A copy runs from when its input is ready to its end, a collective from its start until it
-    finishes, independent of the wait for it.
-
-    Args:
-        steps: in the order of recording.
-        ends_us: end of each collective.
-        is_device: whether the host launches what a device runs.
-    """
-    # Group -> when it is free: a communicator of NCCL runs its collectives in order.
-    free_us: dict[str | None, float] = {}
-    launch_us = start_us = 0.0
-    for step in steps:
-        operation = step.operation
-        if step.action == "begin":
-            launch_us = step.host_us
-        if step.action in ("begin", "ready", "start"):
-            start_us = step.device_us
-        if step.action != "end":
-            continue
-        end_us = step.device_us
-        if operation.is_collective:
-            end_us = ends_us[step.pass_name, operation.number]
-            if is_device:
-                start_us = max(start_us, free_us.get(operation.group, start_us))
-                free_us[operation.group] = end_us
-        run = Span(
-            pass_name=step.pass_name,
-            stage=operation.stage,
-            chunk=operation.chunk,
-            operation=operation.number,
-            resource=operation.resource,
-            start_us=start_us,
-            end_us=end_us,
-        )
-        yield run
-        if is_device:
-            yield run._replace(resource="host", start_us=launch_us, end_us=step.host_us)
-
-
-class StockRecorder(Recorder):
-    """Records the collectives of Megatron's dispatchers, which run one after the other."""
-
-    def __init__(self, is_device: bool) -> None:
-        super().__init__(is_device)
-        # By pass, each with its start and end.
-        self._collectives: dict[str, list[tuple[StockCollective, Moment, Moment]]] = {}
-
-    def run_collective(self, collective: StockCollective, run: Callable[[], Any]) -> Any:
-        """Run a collective, and record when."""
-        assert self._begun is not None, f"{collective.name} outside of a pass"
-        start = self.now()
-        result = run()
-        of_pass = self._collectives.setdefault(self._begun[0], [])
-        of_pass.append((collective, start, self.now()))
-        return result
-
-    def spans(self) -> Iterator[Span]:
-        for pass_name, (begin, end) in self._passes.items():
-            free_us = self._us(begin)
-            copies = Span(pass_name, BETWEEN_COLLECTIVES, None, None, "memory", free_us, free_us)
-            for collective, *times in self._collectives.get(pass_name, []):
-                start_us, end_us = map(self._us, times)
-                yield copies._replace(start_us=free_us, end_us=start_us)
-                yield copies._replace(
-                    stage=collective.name,
-                    resource=collective.resource,
-                    start_us=start_us,
-                    end_us=end_us,
-                )
-                free_us = end_us
-            yield copies._replace(start_us=free_us, end_us=self._us(end))
-
-
-class Clock(NamedTuple):
-    """This rank's clock, compared with the first rank's.
-
-    Attributes:
-        name: how it was compared.
-        offset_us: this rank's clock minus the first rank's.
-        error_us: half the interquartile range of the differences; the largest of any rank.
-    """
-
-    name: str
-    offset_us: float = 0.0
-    error_us: float = 0.0
-
-
-def compare_clocks() -> Clock:
+def compare_clocks() -> tuple[float, dict[str, Any]]:
     """Compare the clocks of the hosts; called by all ranks of the launch.
 
     Ranks read their clocks right after barriers, which they leave at nearly the same time: the
     median of the differences is the offset. Barriers are on the host, by Gloo.
+
+    Returns:
+        This rank's clock minus the first rank's in us. For the file: how they were compared, and
+        half the interquartile range of the differences, the largest of any rank.
     """
     if len(set(gather_objects(_host()))) == 1:
-        return Clock("the monotonic clock of one host")
+        return 0.0, {"clock": "the monotonic clock of one host", "clock_error_us": 0.0}
     here_us = torch.zeros(NUM_BARRIERS, dtype=torch.float64)
     for index in range(NUM_BARRIERS):
         wait_for_all()
@@ -358,7 +301,7 @@ def compare_clocks() -> Clock:
     error_us = torch.tensor((high_us - low_us) / 2, dtype=torch.float64)
     dist.all_reduce(error_us, op=dist.ReduceOp.MAX)
     name = f"monotonic clocks compared after {NUM_BARRIERS} barriers"
-    return Clock(name, float(middle_us), float(error_us))
+    return float(middle_us), {"clock": name, "clock_error_us": float(error_us)}
 
 
 def _host() -> str:

@@ -25,7 +25,7 @@ from monta_megatron.common.files import commit, machine, versions
 from monta_megatron.common.text import Progress, counted
 from monta_megatron.core import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.exchange.collectives import find_nodes, gather_objects
+from monta_megatron.exchange.collectives import find_nodes, gather_objects, wait_for_all
 from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.exchange.streams import device_of_ranks, gpu_name
 from monta_megatron.integration.auto import AutoChooser
@@ -48,7 +48,6 @@ from monta_megatron.tools.bench.candidates import (
 )
 from monta_megatron.tools.bench.report import Report, Row
 from monta_megatron.tools.bench.settings import Settings
-from monta_megatron.tools.joined_ranks import wait_for_all
 from monta_megatron.tools.record import record
 from monta_megatron.tools.stock_collectives import sent_by
 

@@ -1,0 +1,194 @@
+"""`monta timeline`: stock's row above ours, and the share of each resource that was hidden.
+
+The rows are those of a trace, or predicted: the schedules from which the planner prices. No torch.
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.alltoall import ALLTOALL
+from monta_megatron.common.rules import require
+from monta_megatron.common.text import WIDTH, counted, table, time_text
+from monta_megatron.planner.curves import RESOURCE_NAMES
+from monta_megatron.planner.price import Price, price
+from monta_megatron.tools.plan.request import PlanRequest, plan_request
+from monta_megatron.tools.trace import STOCK, Span, Trace
+
+
+def total_us(spans: Sequence[Span]) -> float:
+    """From the first start to the last end on any rank."""
+    return max(span.end_us for span in spans) - min(span.start_us for span in spans)
+
+
+def overlap_of(spans: Sequence[Span]) -> dict[str, Any]:
+    """How much of each resource was hidden by the others in a row: all passes, mean over ranks.
+
+    Returns:
+        For JSON, times in us:
+
+        total_us        from the first start to the last end on any rank
+        busy_us         resource -> time in which it worked. A collective counts from its start
+                        until it has finished, including its waits for peers
+        hidden_share    resource -> share of its busy time in which another resource worked too;
+                        None where it was never busy
+    """
+    by_rank: dict[int, list[Span]] = {}
+    for span in spans:
+        by_rank.setdefault(span.rank, []).append(span)
+    times_us = np.mean([busy_and_hidden_us(of_rank) for of_rank in by_rank.values()], axis=0)
+    by_resource = dict(zip(RESOURCE_NAMES, times_us.tolist(), strict=True))
+    return {
+        "total_us": total_us(spans),
+        "busy_us": {resource: busy_us for resource, (busy_us, _) in by_resource.items()},
+        "hidden_share": {
+            resource: hidden_us / busy_us if busy_us > 0 else None
+            for resource, (busy_us, hidden_us) in by_resource.items()
+        },
+    }
+
+
+def busy_and_hidden_us(spans: Sequence[Span]) -> NDArray[np.float64]:
+    """[resources, 2] time in which a resource worked, and in which another worked too."""
+    # [spans, 1] each
+    start_us, end_us = np.array([(span.start_us, span.end_us) for span in spans]).T[:, :, None]
+    # Between two neighbouring ends of spans nothing changes.
+    ends_us = np.unique([start_us, end_us])
+    # [spans, ends - 1]
+    runs = (start_us <= ends_us[:-1]) & (ends_us[1:] <= end_us)
+    resources = np.array([span.resource for span in spans])
+    works = np.stack([runs[resources == resource].any(axis=0) for resource in RESOURCE_NAMES])
+    hidden = works & (works.sum(axis=0) > 1)
+    return np.stack([works @ np.diff(ends_us), hidden @ np.diff(ends_us)], axis=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineReport:
+    """Rows to print, and the two of them to draw.
+
+    Attributes:
+        trace: recorded or predicted.
+        ours: name of the row that is compared with stock alltoall, if that is in the trace.
+        picture: the PNG that was written; None without matplotlib.
+    """
+
+    trace: Trace
+    ours: str
+    picture: Path | None = None
+
+    @property
+    def drawn(self) -> list[str]:
+        """Names of the rows in the picture, from above."""
+        return [name for name in (STOCK, self.ours) if name in self.trace.rows]
+
+    @property
+    def ratio(self) -> float | None:
+        """Speedup of ours over stock; None without stock."""
+        *stock_us, ours_us = (total_us(self.trace.rows[name]) for name in self.drawn)
+        return stock_us[0] / ours_us if stock_us else None
+
+    @property
+    def headline(self) -> str:
+        """The result in a line."""
+        *stock_us, ours_us = (total_us(self.trace.rows[name]) for name in self.drawn)
+        if not stock_us:
+            return f"{self.ours}: {time_text(ours_us)}"
+        return (
+            f"{self.ours} is {self.ratio:.2f}x as fast as {STOCK}: "
+            f"{time_text(ours_us, *stock_us)} instead of {time_text(*stock_us)}"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Overlaps and files, for JSON."""
+        return {
+            "title": self.trace.title,
+            "ratio_to_alltoall": self.ratio,
+            "drawn": self.drawn,
+            "rows": [{"name": name, **overlap_of(row)} for name, row in self.trace.rows.items()],
+            "picture": None if self.picture is None else str(self.picture),
+        }
+
+    def text(self) -> str:
+        """The same in words and a table."""
+        columns = [column for name in RESOURCE_NAMES.values() for column in (f">{name}", ">hidden")]
+        cells = []
+        for name, row in self.trace.rows.items():
+            overlap = overlap_of(row)
+            cells.append([name, f"{overlap['total_us'] / 1e3:,.2f}"])
+            for resource, share in overlap["hidden_share"].items():
+                cells[-1].append(f"{overlap['busy_us'][resource] / 1e3:,.2f}")
+                cells[-1].append("-" if share is None else f"{share:.0%}")
+        title = "ms that each resource was busy, and how much of that others hid"
+        lines = [
+            *textwrap.wrap(self.headline, WIDTH),
+            *textwrap.wrap(self.trace.title, WIDTH),
+            "",
+            table(("", ">total", *columns), cells, title=title),
+            *([] if self.picture is None else ["", f"drew {self.picture}"]),
+        ]
+        return "\n".join(lines)
+
+
+def of_trace(path: Path, chain: str | None = None) -> TimelineReport:
+    """A trace of `monta bench --trace`.
+
+    Args:
+        path: its file.
+        chain: whose fastest row is drawn; None for the fastest of ours.
+
+    Raises:
+        ValueError: the file is missing or wrong, or has no such row.
+    """
+    trace = Trace.load(path)
+    ours = {name: row for name, row in trace.rows.items() if not name.startswith("stock ")}
+    if not ours:
+        raise ValueError(f"{path}: has no row of a chain, must be recorded with --chains")
+    # A name is "hierarchical_alltoall in 4 chunks".
+    names = [name for name in ours if chain is None or chain in name.split()]
+    require(bool(names), "--chain", chain, f"have a row in {path}: {', '.join(ours)}")
+    fastest = min(names, key=lambda name: total_us(ours[name]))
+    return TimelineReport(trace=trace, ours=fastest)
+
+
+def of_prediction(request: PlanRequest, chain: str | None = None) -> TimelineReport:
+    """The cost model's timeline of a layout.
+
+    Args:
+        request: what is planned.
+        chain: to draw, in its best number of chunks; None for the planner's choice.
+
+    Raises:
+        ValueError: no chain can run.
+    """
+    settings: dict[str, Any] = {} if chain is None else {"chains": (chain,)}
+    planned = plan_request(request, **settings)
+    plan, layout, shape = planned.plan, planned.layout, planned.plan.shape
+    priced = price(shape, planned.cluster, CHAINS[plan.chain], plan.num_chunks)
+    spans = list(spans_of(priced.choice.name, priced))
+    if plan.chain != ALLTOALL.name:
+        spans = [*spans_of(STOCK, price(shape, planned.cluster, ALLTOALL, 1)), *spans]
+    title = (
+        f"predicted for {planned.model.name} on {planned.cluster.name}: TP {layout.tp}, "
+        f"EP {layout.ep}, ETP {layout.etp}, PP {layout.pp} on "
+        f"{counted(layout.world_size, 'rank')}, {counted(shape.tokens_per_rank, 'token')} per rank"
+    )
+    trace = Trace(title=title, ranks=("busiest rank",), spans=tuple(spans), about={})
+    return TimelineReport(trace=trace, ours=priced.choice.name)
+
+
+def spans_of(row: str, priced: Price) -> Iterator[Span]:
+    """The schedule of a price: the busiest rank of every stage, which stands for all ranks."""
+    for task, times in zip(priced.tasks, priced.times, strict=True):
+        work = priced.works[task.work]
+        labels = row, 0, work.pass_name, work.stage, task.chunk, task.operation
+        if task.launch_us > 0:
+            start_us = times.launched_us - task.launch_us
+            yield Span(*labels, "host", start_us, times.launched_us)
+        if work.resource != "host":
+            yield Span(*labels, work.resource, times.start_us, times.end_us)
