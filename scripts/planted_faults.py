@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Plant the faults of tests/faults.yaml, one at a time, and report which of them the tests find.
 
-    scripts/planted_faults.py [TEXT...]    all, or those whose name contains one of the texts
+    scripts/planted_faults.py [TEXT...]    all, or those with a text in their file or name
     scripts/planted_faults.py --check      only look for the code to change
 
 The tests run without a fault first, because a test that fails anyway finds nothing.
@@ -62,13 +62,13 @@ def first_failure(tests: list[str], fault: dict[str, Any] | None = None) -> str 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="in the names of the faults")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="in the file or name of a fault")
     parser.add_argument("--check", action="store_true", help="only look for the code to change")
     parser.add_argument("--no-clean", action="store_true", help="trust the tests without a fault")
     arguments = parser.parse_args()
     os.chdir(Path(__file__).resolve().parents[1])
     texts, listed = arguments.texts or [""], yaml.safe_load(Path("tests/faults.yaml").read_text())
-    faults = [each for each in listed if any(text in each["name"] for text in texts)]
+    faults = [each for each in listed if any(text in each["file"] + each["name"] for text in texts)]
     files = [find_file(fault, Path("src/monta_megatron")) for fault in faults]
     print(f"{len(files)} faults can be planted", flush=True)
     if arguments.check:
