@@ -71,7 +71,7 @@ def main() -> None:
     faults = [each for each in listed if any(text in each["file"] + each["name"] for text in texts)]
     files = [find_file(fault, Path("src/monta_megatron")) for fault in faults]
     print(f"{len(files)} faults can be planted", flush=True)
-    if arguments.check:
+    if arguments.check or not faults:
         return
     tests = dict.fromkeys(test for fault in faults for test in fault["tests"])
     if not arguments.no_clean and (failed := first_failure(list(tests))):
