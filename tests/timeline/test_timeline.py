@@ -12,7 +12,7 @@ from commands import Monta
 from monta_megatron.chains import CHAINS
 from monta_megatron.cli import main
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
 from monta_megatron.planner.model import load_model
 from monta_megatron.planner.price import price
 from monta_megatron.tools import pictures
