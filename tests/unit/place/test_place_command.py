@@ -1,6 +1,7 @@
 """`monta place` on traces: report and file, and what is refused."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from planted import planted_routing, write_layers
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from monta_megatron.cli import main
 
@@ -95,20 +97,29 @@ def test_a_load_that_exists_today_is_allowed(
     assert after["rank"] < 0.9 * before["rank"]
 
 
-GOOD = {"model": "toy", "num_experts": 4, "placement": {"0": [1, 0, 2, 3]}}
+GOOD = {"placement": {"0": [1, 0, 2, 3]}}
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         ("--trace {trace} {files} --undo", "--undo: got True, must be left out with --trace"),
-        ("--trace {trace} {files} --ep 3", "ep: got 3, must divide num-experts"),
-        ("--trace {trace} {files} --ep 64", "--ep: got 64 at --etp 1, must be at most the 16"),
-        ("--trace {trace} {files} --pp 3", "--pp: got 3, must divide the 1 ranks"),
+        ("--trace {trace} {files} --ep 3", "world_size: got 16, must be a multiple of"),
+        (
+            "--trace {trace} {files} --ep 64",
+            "world_size: got 16, must be a multiple of etp * ep * pp (64)",
+        ),
+        ("--trace {trace} {files} --pp 3", "must be [], those of model with experts at --pp 3"),
         ("--trace {configs} {files}", "must be a folder with router_trace_rank*.jsonl"),
         ("--apply {trace} --placement {good}", "--out: not given, must be with --apply"),
-        ("--apply {trace} --placement {good} --out new", "torch_dist; there is no .metadata in"),
-        ("--apply {trace} --placement {twice} --out new", "must hold each expert from 0 to 3 once"),
+        ("--apply {trace} --placement {good} --out new", "latest_checkpointed_iteration.txt"),
+        (
+            "--apply {trace} --placement {twice} --out new",
+            "must be a file that `monta place --out`",
+        ),
+        ("--apply {saved} --placement {good} --out new", "layer 0: got 0 experts"),
+        ("--apply {flat} --placement {good} --out new", "--dist-ckpt-optim-fully-reshardable"),
+        ("--apply {garbage} --placement {good} --out new", ".metadata: cannot be placed"),
         ("--apply {trace} --placement {name} --out new", "must be a file that `monta place --out`"),
         (
             "--apply {trace} --placement {empty} --out new",
@@ -121,6 +132,16 @@ def test_bad_input_is_one_line(
 ) -> None:
     write_trace(tmp_path / "trace", strength=3.0)
     names = {"trace": tmp_path / "trace", "configs": CONFIGS, "model": model}
+    flat = Metadata({}, storage_data={MetadataIndex("optimizer.distributed.param_0"): None})
+    for name, index in {
+        "saved": pickle.dumps(Metadata({}, storage_data={})),
+        "flat": pickle.dumps(flat),
+        "garbage": b"garbage",
+    }.items():
+        names[name] = tmp_path / name
+        (names[name] / "iter_0000002").mkdir(parents=True)
+        (names[name] / "iter_0000002" / ".metadata").write_bytes(index)
+        (names[name] / "latest_checkpointed_iteration.txt").write_text("2")
     names["files"] = f"--model {model} --cluster {CLUSTER} --out {tmp_path}/new"  # type: ignore[assignment]
     for name, content in {
         "good": GOOD,

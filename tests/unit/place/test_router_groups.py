@@ -5,7 +5,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.tools.place.placement import copies_per_token
+from monta_megatron.tools.placement import copies_per_token
 
 NUM_TOKENS, NUM_EXPERTS, TOPK, NUM_RANKS = 20_000, 64, 8, 4
 
