@@ -17,7 +17,7 @@ from forked_ranks import ForkedRanks
 from torch.distributed.checkpoint import FileSystemReader
 
 from monta_megatron.cli import main
-from monta_megatron.tools.place.checkpoint import iteration_folder
+from monta_megatron.tools.placed_checkpoint import iteration_folder
 
 if importlib.util.find_spec("megatron.training") is None:
     pytest.skip(
@@ -241,9 +241,8 @@ def test_a_training_goes_on_with_placed_experts(
     # What is there is kept; and a placement of another model moves nothing.
     assert main([*apply, str(saved), "--out", str(placed)]) == 2
     content = sorted(tmp_path.rglob("*"))
-    for layer, experts, says in (("0", 8, "of the 8 experts of toy"), ("2", 4, "layer 2")):
-        other = {"model": "toy", "num_experts": experts, "placement": {layer: [*range(experts)]}}
-        placement.write_text(json.dumps(other))
+    for layer, experts, says in (("1", 8, "layer 1: got 4"), ("2", 4, "layer 2: got 0")):
+        placement.write_text(json.dumps({"placement": {layer: [*range(experts)]}}))
         capsys.readouterr()
         assert main([*apply, str(saved), "--out", f"{tmp_path}/other"]) == 2
         assert says in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == content

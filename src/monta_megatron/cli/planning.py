@@ -1,6 +1,7 @@
 """Commands that plan, without ranks: `plan`, `timeline` and `place`."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -156,11 +157,7 @@ def add_place_arguments(parser: Parser) -> None:
     """Add all flags."""
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--trace", type=Path, help="folder of Megatron's --moe-routing-trace-path")
-    way.add_argument(
-        "--apply",
-        type=Path,
-        help="torch_dist checkpoint: value of --load, or an iteration's folder",
-    )
+    way.add_argument("--apply", type=Path, help="torch_dist checkpoint, as Megatron's --load")
     for name, text in FILES.items():
         parser.add_argument(f"--{name}", metavar="FILE", help=f"with --trace: {text}")
     parser.add_argument("--ep", type=whole(1), help="EP ranks (default: the cluster's)")
@@ -187,7 +184,7 @@ def run_place(parsed: argparse.Namespace) -> int:
     if parsed.trace is None:
         return _apply(parsed)
     _check_given(parsed, FILES, ("placement", "undo"), "with --trace")
-    from monta_megatron.tools.place.report import place
+    from monta_megatron.tools.place import place
 
     report = place(
         parsed.trace,
@@ -207,12 +204,13 @@ def run_place(parsed: argparse.Namespace) -> int:
 
 def _apply(parsed: argparse.Namespace) -> int:
     _check_given(parsed, ("placement", "out"), (*FILES, "ep", "etp", "pp"), "with --apply")
-    from monta_megatron.tools.place.checkpoint import apply_placement
-    from monta_megatron.tools.place.placement import read_placement
+    from monta_megatron.tools.placed_checkpoint import apply_placement, read_placement
 
-    placement = read_placement(parsed.placement)
-    placement = placement.inverse() if parsed.undo else placement
-    print_report(apply_placement(parsed.apply, placement, parsed.out), parsed.json)
+    placement = read_placement(parsed.placement, undo=parsed.undo)
+    written = apply_placement(parsed.apply, placement, parsed.out)
+    tell("place", f"wrote {written}: the experts of {len(placement)} layers")
+    if parsed.json:
+        print(json.dumps({"written": str(written), "layers": sorted(placement)}, indent=2))
     return 0
 
 

@@ -1,6 +1,7 @@
 """`monta place` on traces: report and file, and what is refused."""
 
 import json
+import pickle
 from pathlib import Path
 
 import golden
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from commands import Monta
 from planted import planted_routing, write_layers
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 NUM_TOKENS = 4096
@@ -92,6 +94,15 @@ def test_bad_input(tmp_path: Path, monta: Monta, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     write_trace(Path("trace"), strength=3.0)
     Path("empty.json").write_text("{}")
+    flat = Metadata({}, storage_data={MetadataIndex("optimizer.distributed.param_0"): None})
+    for name, index in {
+        "saved": pickle.dumps(Metadata({}, storage_data={})),
+        "flat": pickle.dumps(flat),
+        "garbage": b"garbage",
+    }.items():
+        Path(name, "iter_0000002").mkdir(parents=True)
+        Path(name, "iter_0000002", ".metadata").write_bytes(index)
+        Path(name, "latest_checkpointed_iteration.txt").write_text("2")
     for name, placement in PLACEMENTS.items():
         content = {"model": "toy", "num_experts": 4, "placement": placement}
         Path(f"{name}.json").write_text(json.dumps(content))

@@ -8,9 +8,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from planted import planted_routing
 
-from monta_megatron.planner.routing import UniformRouting
-from monta_megatron.tools.place.placement import (
-    Placement,
+from monta_megatron.tools.placement import (
     _gain_of_swaps,
     busiest_load,
     copies_per_token,
@@ -127,9 +125,3 @@ def test_copies_of_megatron_s_router_are_those_of_occult(
         num_experts=64, topk=8, num_groups=num_groups or 1, group_topk=group_topk or 1
     )
     assert uniform.hits(4).sum() == pytest.approx(copies, abs=0.02)
-
-
-def test_inverse_of_a_placement() -> None:
-    placement = Placement(model="toy", num_experts=4, layers={1: [3, 0, 2, 1]})
-    assert placement.inverse().layers == {1: [1, 3, 2, 0]}
-    assert placement.inverse().inverse() == placement

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from monta_megatron.planner.model import Model, load_model
-from monta_megatron.tools.place import trace
-from monta_megatron.tools.place.trace import read_trace
+from monta_megatron.tools import place
+from monta_megatron.tools.place import read_trace
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -24,7 +24,7 @@ def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> No
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """Top-1 of 4 experts in 2 layers."""
-    monkeypatch.setattr(trace, "LEAST_CHOICES", 1)
+    monkeypatch.setattr(place, "LEAST_CHOICES", 2)
     model = load_model(CONFIGS / "models" / "quickstart.yaml")
     return replace(model, num_experts=4, moe_router_topk=1, num_layers=2, moe_layers=(True, True))
 
@@ -43,11 +43,11 @@ def top1(layer: int, *experts: int, block: str = "decoder") -> dict[str, object]
 def test_the_last_tokens_of_every_rank_are_held_out(tmp_path: Path, model: Model) -> None:
     """Two ranks, two layers, two steps; layers of multi-token prediction are left out."""
     mtp = top1(0, 3, 3, block="mtp")
-    write_trace(tmp_path, 0, [top1(0, 0, 1), top1(1, 2, 3), mtp, top1(0, 0, 0), top1(1, 3, 3)])
+    write_trace(tmp_path, 0, [top1(0, 0, 1), top1(1, 2, 3), mtp, top1(0, 0, 0, 0), top1(1, 3, 3)])
     write_trace(tmp_path, 1, [top1(0, 2, 2), top1(1, 1, 1), mtp, top1(0, 1, 1), top1(1, 0, 0)])
     layers = read_trace(tmp_path, model, 1)
     assert {layer: experts_of(rows) for layer, rows in layers.items()} == {
-        0: ([0, 1, 0, 2, 2, 1], [0, 1]),
+        0: ([0, 1, 0, 2, 2, 1], [0, 0, 1]),
         1: ([2, 3, 3, 1, 1, 0], [3, 0]),
     }
 
@@ -73,8 +73,8 @@ def test_the_rest_of_a_long_trace_is_not_read(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three tokens of a layer from each of two files; then a line that would be refused."""
-    monkeypatch.setattr(trace, "MOST_TOKENS", 6)
-    monkeypatch.setattr(trace, "LEAST_CHOICES", 0.5)
+    monkeypatch.setattr(place, "MOST_TOKENS", 6)
+    monkeypatch.setattr(place, "LEAST_CHOICES", 1)
     records = [top1(0, 0, 1), top1(1, 2, 2)]
     for rank in (0, 1):
         write_trace(tmp_path, rank, [*records * 2, {"layer": 1}])

@@ -13,16 +13,12 @@ A group-limited router chooses among groups of consecutive experts, so groups st
 groups are split among parts that are as large as a group or larger, else the experts of each group.
 
 Notation: T = tokens, E = experts, U = units (experts, or groups of them), P = parts of equal size.
+routing_TE: whether a token goes to an expert; needs_TU: whether a token needs a unit; pairs_U and
+part_U: token-expert pairs and part of each unit; most_pairs: most token-expert pairs of a part.
 """
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-
-from monta_megatron.common import files
 
 RoutingMap = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -99,11 +95,7 @@ def place_experts(
 def _split(routing_TE: RoutingMap, unit_size: int, num_parts: int, most_pairs: float) -> list[Ints]:
     """Split a block of experts into parts: the positions of each part's experts, ascending.
 
-    Args:
-        routing_TE: [T, experts of the block].
-        unit_size: consecutive experts that stay together.
-        num_parts: P.
-        most_pairs: most token-expert pairs of a part.
+    A unit is `unit_size` consecutive experts, which stay together.
     """
     by_unit = routing_TE.reshape(len(routing_TE), -1, unit_size)
     needs_TU, pairs_U = by_unit.any(axis=2).astype(np.float32), by_unit.sum(axis=(0, 2))
@@ -159,15 +151,7 @@ def _with_swaps(
 def _gain_of_swaps(
     needs_TU: Floats, pairs_U: Ints, part_U: Ints, num_parts: int, most_pairs: float
 ) -> NDArray[np.float64]:
-    """[U, U] copies saved if two units change places, and excess load in copies; 0 within a part.
-
-    Args:
-        needs_TU: [T, U] whether a token needs a unit.
-        pairs_U: [U] token-expert pairs.
-        part_U: [U] part of each unit.
-        num_parts: P.
-        most_pairs: most token-expert pairs of a part.
-    """
+    """[U, U] copies and excess load, in copies, saved if two units swap; 0 within a part."""
     # [T, P] units of a part that a token needs
     counts_TP = needs_TU @ np.eye(num_parts, dtype=np.float32)[part_U]
     # Tokens that need only this unit of its part no longer need the part, unless they need the
@@ -184,44 +168,3 @@ def _gain_of_swaps(
     gain_UU = gain_UU + gain_UU.T
     gain_UU[part_U[:, None] == part_U[None, :]] = 0
     return gain_UU
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Orders of experts.
-
-    Attributes:
-        model: name of the model.
-        num_experts: E.
-        layers: layer, counted from 0 -> [E] the expert at each position.
-    """
-
-    model: str
-    num_experts: int
-    layers: Mapping[int, list[int]]
-
-    def inverse(self) -> "Placement":
-        """The placement that undoes this one."""
-        layers = {layer: np.argsort(order).tolist() for layer, order in self.layers.items()}
-        return Placement(model=self.model, num_experts=self.num_experts, layers=layers)
-
-
-def read_placement(path: Path) -> Placement:
-    """Read a placement that `monta place --out` or `--json` wrote.
-
-    Raises:
-        ValueError: one line that names the file, the layer and the rule.
-    """
-    document = files.read_json(path)
-    try:
-        num_experts = document["num_experts"]
-        layers = {int(layer): list(order) for layer, order in document["placement"].items()}
-        placement = Placement(model=document["model"], num_experts=num_experts, layers=layers)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: must be a file that `monta place --out` wrote") from error
-    for layer, order in layers.items():
-        if sorted(order) != list(range(num_experts)):
-            raise ValueError(
-                f"{path}: placement.{layer}: must hold each expert from 0 to {num_experts - 1} once"
-            )
-    return placement

@@ -1,0 +1,267 @@
+"""`monta place --trace`: the experts of every layer placed, and judged on held-out tokens.
+
+With `--moe-routing-trace-path FOLDER` each rank of Megatron writes a file
+`router_trace_rank{r}.jsonl`, a line per step, micro-batch and layer. A layer's number is its
+position in its pipeline stage:
+
+    {"step": 0, "block": "decoder", "layer": 3, "num_tokens": 128, "topk": 8,
+     "top_indices": [[12, 45, ...], ...], ...}
+
+Notation: N = tokens of a layer in a file, T = in all files, E = experts, K = experts per token.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from monta_megatron.common.files import write_whole
+from monta_megatron.common.tables import Progress
+from monta_megatron.common.text import table
+from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.layout import ParallelLayout, exchange_of, uniform_routing
+from monta_megatron.planner.model import Model, load_model
+from monta_megatron.tools.placement import (
+    RoutingMap,
+    busiest_load,
+    copies_per_token,
+    place_experts,
+)
+
+# Tokens of a layer that are read, from all files together: collaboration shows by then.
+MOST_TOKENS = 32768
+# Choices of an expert, on average: its share is then known within about 10%.
+LEAST_CHOICES = 200
+# A placement that saves fewer copies of held-out tokens is refused.
+LEAST_GAIN_PCT = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementReport:
+    """Placement of all layers, measured on held-out tokens; its document is also its file.
+
+    Attributes:
+        model: name of the model.
+        ep: EP ranks of the exchange.
+        num_nodes: nodes of the exchange.
+        copies_per_token: "before", "after" and "uniform" -> copies per "rank" and per "node", the
+            mean of all layers.
+        layers: layer, counted from 0 -> "before" and "after" -> copies per "rank" and per "node",
+            and "load", the token-expert pairs of the busiest rank over their mean.
+        placement: layer -> [E] the expert at each position.
+    """
+
+    model: str
+    ep: int
+    num_nodes: int
+    copies_per_token: Mapping[str, Mapping[str, float]]
+    layers: Mapping[int, Mapping[str, Mapping[str, float]]]
+    placement: Mapping[int, list[int]]
+
+    @property
+    def gain_pct(self) -> float:
+        """Copies saved per rank or per node, where more are saved.
+
+        The groups of a router, or a single node, may fix the other.
+        """
+        before, after = self.copies_per_token["before"], self.copies_per_token["after"]
+        return max(100 * (1 - after[part] / before[part]) for part in before)
+
+    @property
+    def refused(self) -> str | None:
+        """Why the placement is not written; None if it gains enough."""
+        if self.gain_pct >= LEAST_GAIN_PCT:
+            return None
+        return (
+            f"held-out tokens need {self.gain_pct:.1f}% fewer copies, must be at least "
+            f"{LEAST_GAIN_PCT:g}%: these experts hardly cluster"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        return {**asdict(self), "gain_pct": self.gain_pct, "refused": self.refused}
+
+    def text(self) -> str:
+        """A table by layer, uniform routing, and the verdict."""
+        columns = ("layer", ">ranks", ">placed", ">nodes", ">placed", ">load", ">placed")
+        measured = [*self.layers.items(), ("mean", self.copies_per_token)]
+        cells = [(part, when) for part in ("rank", "node", "load") for when in ("before", "after")]
+        rows = []
+        for name, values in measured:
+            numbers = [values[when].get(part) for part, when in cells]
+            rows.append((name, *(number and f"{number:.2f}" for number in numbers)))
+        title = "Copies of a held-out token per rank and per node; load of the busiest rank"
+        uniform = self.copies_per_token["uniform"]
+        verdict = self.refused or f"{self.gain_pct:.1f}% fewer copies of held-out tokens"
+        return (
+            f"{table(columns, rows, title)}\n\n"
+            f"uniform routing: {uniform['rank']:.2f} per rank, {uniform['node']:.2f} per node\n"
+            f"{verdict}"
+        )
+
+
+def place(
+    trace: Path,
+    model_file: str,
+    cluster_file: str,
+    *,
+    ep: int | None,
+    etp: int,
+    pp: int,
+    out: Path | None,
+    progress: Progress,
+) -> PlacementReport:
+    """Place the experts of every layer of a trace; write the placement unless it is refused.
+
+    Args:
+        trace: folder of Megatron's `--moe-routing-trace-path`.
+        model_file, cluster_file: files or presets.
+        ep: EP ranks; None for all of the cluster.
+        etp: expert tensor parallel size.
+        pp: pipeline parallel size of the traced training.
+        out: file of the placement, which must not exist.
+        progress: told of every layer.
+
+    Raises:
+        ValueError: one line: a file or value is wrong.
+    """
+    # Step 1: the exchange.
+    if out is not None and out.exists():
+        raise ValueError(f"--out: got {out}, must not exist")
+    model, cluster = load_model(model_file), load_cluster(cluster_file)
+    ep = ep or cluster.num_ranks // etp
+    layout = ParallelLayout(world_size=cluster.num_ranks, ep=ep, etp=etp)
+    exchange = exchange_of(layout, model.num_experts, cluster.ranks_per_node)
+    num_nodes, groups = exchange.num_nodes, model.moe_router_num_groups or 1
+    problem = layout.incompatibility(model) or exchange.uneven_nodes()
+    if any(max(num, groups) % min(num, groups) for num in (ep, num_nodes)):
+        problem = problem or f"the router has {groups} groups, which must stay together"
+    if problem is not None:
+        raise ValueError(f"--ep: got {ep} on {num_nodes} nodes: {problem}")
+    parts = {"rank": ep, "node": num_nodes}
+
+    def measure(routing_TE: RoutingMap) -> dict[str, float]:
+        copies = {part: copies_per_token(routing_TE, num) for part, num in parts.items()}
+        return {**copies, "load": busiest_load(routing_TE, ep)}
+
+    # Step 2: each layer.
+    layers, placement = {}, {}
+    traced = read_trace(trace, model, pp)
+    progress.phase("layers placed", len(traced))
+    for layer, (training_TE, held_out_TE) in traced.items():
+        order = place_experts(training_TE, num_nodes, ep, groups)
+        placement[layer] = order.tolist()
+        layers[layer] = {"before": measure(held_out_TE), "after": measure(held_out_TE[:, order])}
+        progress.step()
+
+    # Step 3: all of them.
+    routing = uniform_routing(model)
+    copies = {
+        when: {part: mean(measured[when][part] for measured in layers.values()) for part in parts}
+        for when in ("before", "after")
+    }
+    copies["uniform"] = {part: float(routing.hits(num).sum()) for part, num in parts.items()}
+    report = PlacementReport(
+        model=model.name,
+        ep=ep,
+        num_nodes=num_nodes,
+        copies_per_token=copies,
+        layers=layers,
+        placement=placement,
+    )
+    if out is not None and report.refused is None:
+        write_whole(out, json.dumps(report.document()) + "\n")
+    return report
+
+
+def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMap, RoutingMap]]:
+    """Training and held-out tokens of each layer with experts, the last quarter of every rank's.
+
+    Args:
+        folder: value of Megatron's `--moe-routing-trace-path`.
+        model: the traced model.
+        pp: pipeline parallel size of the traced training, without virtual stages.
+
+    Returns:
+        Layer, counted from 0 -> [T, E] and [T, E], whether a token goes to an expert.
+
+    Raises:
+        ValueError: one line that names the folder or the file, the value and the rule.
+    """
+    # Step 1: the files, whose ranks are in the order of the stages.
+    prefix = "router_trace_rank"
+    paths = {int(path.stem[len(prefix) :]): path for path in folder.glob(f"{prefix}*.jsonl")}
+    if not paths:
+        raise ValueError(
+            f"{folder}: must be a folder with {prefix}*.jsonl, which Megatron writes with "
+            "--moe-routing-trace-path"
+        )
+
+    # Step 2: tokens of each layer, from all ranks of its stage.
+    num_ranks, layers_of_stage = max(paths) + 1, model.num_layers // pp
+    least_tokens = math.ceil(LEAST_CHOICES * model.num_experts / model.moe_router_topk)
+    tokens_of_file = math.ceil(max(MOST_TOKENS, least_tokens) * pp / num_ranks)
+    rows: dict[int, list[RoutingMap]] = defaultdict(list)
+    for rank, path in sorted(paths.items()):
+        first = rank * pp // num_ranks * layers_of_stage
+        expected = [n for n in range(layers_of_stage) if model.moe_layers[first + n]]
+        by_layer = _read_file(path, model, tokens_of_file)
+        if sorted(by_layer) != expected:
+            raise ValueError(
+                f"{path}: got layers {sorted(by_layer)}, must be {expected}, those of "
+                f"{model.name} with experts at --pp {pp}, which must be the traced training's"
+            )
+        for layer, routing_NE in by_layer.items():
+            rows[first + layer].append(routing_NE)
+
+    # Step 3: split.
+    num_tokens = min(sum(map(len, parts)) for parts in rows.values())
+    if num_tokens < least_tokens:
+        raise ValueError(
+            f"{folder}: got {num_tokens:,} tokens of a layer, must be at least {least_tokens:,} "
+            f"for top-{model.moe_router_topk} of {model.num_experts} experts; trace more steps"
+        )
+    return {
+        layer: (
+            np.concatenate([part[: len(part) * 3 // 4] for part in parts]),
+            np.concatenate([part[len(part) * 3 // 4 :] for part in parts]),
+        )
+        for layer, parts in sorted(rows.items())
+    }
+
+
+def _read_file(path: Path, model: Model, num_tokens: int) -> dict[int, RoutingMap]:
+    """Layer of the stage -> its first `num_tokens` tokens, [N, E]; the rest is not read."""
+    rows: dict[int, list[RoutingMap]] = defaultdict(list)
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            # A training that was killed may leave part of a line.
+            if not line.endswith("\n"):
+                break
+            try:
+                record = json.loads(line)
+                layer = record["layer"]
+                # The others are layers of multi-token prediction.
+                if record["block"] != "decoder":
+                    continue
+                # Layers take turns: where one has enough tokens, so do the others.
+                if sum(map(len, rows[layer])) >= num_tokens:
+                    break
+                experts_NK = np.array(record["top_indices"], dtype=np.int64)
+                # A record without a token has the list [].
+                experts_NK = experts_NK.reshape(record["num_tokens"], model.moe_router_topk)
+                routing_NE = np.zeros((len(experts_NK), model.num_experts), dtype=np.bool_)
+                np.put_along_axis(routing_NE, experts_NK, True, axis=1)
+            except (LookupError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}: line {number}: must be a record of Megatron's router trace, "
+                    f"top-{model.moe_router_topk} of {model.num_experts} experts as in {model.name}"
+                ) from error
+            rows[layer].append(routing_NE)
+    return {layer: np.concatenate(parts)[:num_tokens] for layer, parts in rows.items()}
