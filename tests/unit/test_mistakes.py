@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 SESSIONS = sorted((HERE / "mistakes").glob("*.txt"))
 IMPORTED_ONCE = (
     *("planner.plan", "planner.ranking", "calibration.command", "tools.bench.settings"),
-    *("tools.compare", "tools.place.checkpoint", "tools.place.report", "tools.timeline"),
+    *("tools.compare", "tools.place", "tools.placed_checkpoint", "tools.timeline"),
     *(f"cli.{name}" for name in COMMANDS),
 )
 # The commands of a launcher are one of 4 ranks.

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from monta_megatron.common.files import write_whole
-from monta_megatron.common.tables import Progress
-from monta_megatron.common.text import table
+from monta_megatron.common.text import Progress, table
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, exchange_of, uniform_routing
 from monta_megatron.planner.model import Model, load_model

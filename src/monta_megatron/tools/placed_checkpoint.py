@@ -62,7 +62,7 @@ def read_placement(path: Path, *, undo: bool = False) -> Placement:
     Raises:
         ValueError: it is no such file.
     """
-    document = files.read(path)
+    document = files.read_json(path)
     try:
         placement = {int(layer): list(order) for layer, order in document["placement"].items()}
         inverse = {

@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from planted import planted_routing
 
+from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.tools.placement import (
     _gain_of_swaps,
     busiest_load,
