@@ -34,7 +34,6 @@ from monta_megatron.common.torch_private import (
     timeout_of,
 )
 from monta_megatron.core import Layout
-from monta_megatron.exchange.streams import device_of_ranks
 
 # Created here; the other groups are Megatron's.
 OWN_GROUPS = ("node", "rail")
@@ -170,6 +169,11 @@ def join_launch(local_rank: int, transport: str = "nccl") -> torch.device:
     set_launch_order()
     dist.init_process_group(f"cpu:gloo,cuda:{transport}")
     return device_of_ranks()
+
+
+def device_of_ranks() -> torch.device:
+    """This rank's GPU; the CPU where CPU ranks stand in for GPUs."""
+    return torch.empty(0, device="cuda").device
 
 
 def wait_for_all() -> None:

@@ -215,11 +215,6 @@ def device_type() -> str:
     return "cuda" if torch.accelerator.is_available() else "cpu"
 
 
-def device_of_ranks() -> torch.device:
-    """This rank's GPU; the CPU where CPU ranks stand in for GPUs."""
-    return torch.empty(0, device="cuda").device
-
-
 def gpu_name() -> str | None:
     """This rank's GPU as its driver names it; None on CPU ranks."""
     return torch.cuda.get_device_name() if device_type() == "cuda" else None

@@ -25,9 +25,14 @@ from monta_megatron.common.files import commit, machine, versions
 from monta_megatron.common.text import Progress, counted
 from monta_megatron.core import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.exchange.collectives import find_nodes, gather_objects, wait_for_all
+from monta_megatron.exchange.collectives import (
+    device_of_ranks,
+    find_nodes,
+    gather_objects,
+    wait_for_all,
+)
 from monta_megatron.exchange.pipeline import Experts
-from monta_megatron.exchange.streams import device_of_ranks, gpu_name
+from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.integration.auto import AutoChooser
 from monta_megatron.integration.options import AUTO
 from monta_megatron.integration.planning import shape_of
