@@ -113,5 +113,5 @@ def test_outside_of_a_launch_it_says_how_to_start_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     line = monta.refusal("calibrate", "--out", "c.yaml")
-    assert "-m monta_megatron calibrate --out FILE ..., srun, or monta emulate" in line
+    assert "-m monta_megatron calibrate --out FILE" in line
     assert list(tmp_path.iterdir()) == []

@@ -56,17 +56,6 @@ def test_plan(tmp_path: Path, send: Send) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
 
 
-@pytest.mark.parametrize("module", ["monta_megatron.cli.parser", "numpy", "yaml.reader"])
-def test_plan_while_it_imports(tmp_path: Path, module: str) -> None:
-    words = [*MONTA, "plan", "--model", "qwen3_30b_a3b", "--cluster", "a100_hdr"]
-    with started(["-X", "importtime", *words], tmp_path) as (process, mark):
-        stderr = tmp_path / "stderr"
-        wait_for(process, lambda: f" {module}\n" in stderr.read_text(), stderr)
-        assert interrupt(process, os.kill, mark) == 130
-    lines = [line for line in stderr.read_text().splitlines() if "import time:" not in line]
-    assert lines == ["monta plan: interrupted"]
-
-
 @pytest.mark.parametrize("moment", ["checks of", "repeats"])
 def test_bench(tmp_path: Path, moment: str) -> None:
     stderr = tmp_path / "stderr"

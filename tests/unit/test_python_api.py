@@ -70,8 +70,6 @@ def test_without_sizes_the_best_layout_is_planned() -> None:
 
 # No command has these.
 WRONG: list[dict[str, Any]] = [
-    {"model": None},
-    {"cluster": 3},
     {"ep": 0},
     {"epp": 8},
     {"tokens": 0},

@@ -125,6 +125,8 @@ def iteration_folder(checkpoint: Path) -> Path:
     Raises:
         OSError: there is none.
     """
+    if not (checkpoint / TRACKER).is_file():
+        raise ValueError(f"{checkpoint}: must be a folder for Megatron's --load, with {TRACKER}")
     iteration = (checkpoint / TRACKER).read_text().strip()
     return checkpoint / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration)
 

@@ -21,7 +21,7 @@ DEEPSEEK = ["plan", "--model", "deepseek_v3", "--cluster", "h100_8x_ndr"]
 
 COMMANDS = {
     "layout": LAYOUT,
-    "chain": [*LAYOUT, "--chain", "ALLGATHER"],
+    "chain": [*LAYOUT, "--chain", "allgather"],
     "iteration": [*LAYOUT, "--iteration-ms", "20000", "--global-batch-size", "256"],
     "stages": [*LAYOUT, "--stages"],
     "sweep": [*LAYOUT, "--sweep", "tokens=512,4k"],
