@@ -36,7 +36,7 @@ def ready(file: str, *words: str) -> Run:
 
 
 def without_paths(text: str) -> str:
-    names = {Path().absolute(): "FOLDER", CONFIGS.parent: "REPOSITORY", sys.executable: "PYTHON"}
+    names = {sys.executable: "PYTHON", Path().absolute(): "FOLDER", CONFIGS.parent: "REPOSITORY"}
     for path, name in names.items():
         text = text.replace(str(path), name)
     return text

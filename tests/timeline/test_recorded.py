@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 @pytest.fixture(scope="module")
 def path(ranks: ForkedRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trace of a run, beside the names of its ranges in a profile of each rank."""
-    path = tmp_path_factory.mktemp("recorded") / "new" / "trace.json"
+    path = tmp_path_factory.mktemp("recorded") / "trace.json"
     script = str(Path(__file__).with_name("record_in_profile.py"))
     result = ranks.run(script, "--trace", str(path), *LAYER.split())
     assert result.returncode == 0, result.stderr

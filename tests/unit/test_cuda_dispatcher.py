@@ -112,7 +112,6 @@ def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: str) -> None:
     choice, why = made.setup.planner.pick(tokens)
     model = replace(
         load_model("qwen3_235b_a22b"),
-        hidden_size=HIDDEN,
         row_size=HIDDEN,
         num_experts=LAYOUT.num_experts,
         moe_router_topk=TOPK,

@@ -76,7 +76,7 @@ def build(cls: type[T], data: Any, file: str, lines: Mapping[str, int] | None = 
 
 def dump(instance: Any) -> str:
     """A dataclass as YAML that `load` reads back; defaults are written too."""
-    return yaml.safe_dump(plain(instance), sort_keys=False, width=100)
+    return yaml.dump(plain(instance), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def plain(value: Any) -> Any:
@@ -204,6 +204,10 @@ class _Loader(yaml.SafeLoader):
     """
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that YAML 1.1 or `_Loader` takes for something else."""
+
+
 _Loader.yaml_implicit_resolvers = {
     first: [each for each in resolvers if each[0].endswith((":bool", ":null", ":merge"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -212,4 +216,5 @@ for _kind, _pattern in (
     ("int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$")),
     ("float", re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$")),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _pattern, [*"-+0123456789."])
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _pattern, [*"-+0123456789."])

@@ -123,7 +123,7 @@ def iteration_folder(checkpoint: Path) -> Path:
     """The folder of the latest iteration of a checkpoint.
 
     Raises:
-        OSError: there is none.
+        ValueError: there is none.
     """
     if not (checkpoint / TRACKER).is_file():
         raise ValueError(f"{checkpoint}: must be a folder for Megatron's --load, with {TRACKER}")
