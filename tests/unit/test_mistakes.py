@@ -187,7 +187,9 @@ def test_one_line_and_nothing_left_behind(
 def test_every_command_and_kind_is_tried() -> None:
     commands = [mistake.command for path in SESSIONS for mistake in mistakes(path)]
     assert len(commands) >= 80
-    assert {word for command in commands for word in command.split()[1:2]} >= {name for names in COMMANDS.values() for name in names}
+    assert {word for command in commands for word in command.split()[1:2]} >= {
+        name for names in COMMANDS.values() for name in names
+    }
 
 
 def test_no_standard_output_is_no_mistake(folder: Path) -> None:
