@@ -142,26 +142,13 @@ def test_launchers() -> None:
 
 
 def row(**changes: object) -> Row:
-    values = {
-        "dispatcher": "monta",
-        "chain": "hierarchical_allgather",
-        "num_chunks": 8,
-        "scope": "exchange",
-        "phase": "forward_backward",
-        "tokens": 16384,
-        "top_k": 8,
-        "routing": "uniform",
-        "tp": 1,
-        "ep": 8,
-        "etp": 1,
-        "inter_mbit": 500.0,
-        "median_ms": 12345.6,
-        "p10_ms": 12345.6,
-        "p90_ms": 23456.7,
-        "inter_bytes": 9_999_900_000,
-        "intra_bytes": 9_999_900_000,
-        "pct_of_limit": 100.0,
-        "ratio_to_alltoall": 10.25,
+    values: dict[str, object] = {
+        **{"dispatcher": "monta", "chain": "hierarchical_allgather", "num_chunks": 8},
+        **{"scope": "exchange", "phase": "forward_backward", "tokens": 16384, "top_k": 8},
+        **{"routing": "uniform", "tp": 1, "ep": 8, "etp": 1, "inter_mbit": 500.0},
+        **{"median_ms": 12345.6, "p10_ms": 12345.6, "p90_ms": 23456.7},
+        **dict.fromkeys(("inter_bytes", "intra_bytes"), 9_999_900_000),
+        **{"pct_of_limit": 100.0, "ratio_to_alltoall": 10.25},
     }
     return Row(**{**values, **changes})
 

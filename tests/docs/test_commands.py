@@ -26,8 +26,6 @@ NOT_HERE = {
     "src/monta_megatron/chains/rail_allgather.py",
     "tests/dist/test_rail_allgather.py",
 }
-# Pages of other projects, which sources of published figures name.
-OTHERS_PAGES = r"docs/(legacy|README_Hybrid-EP)\.md$"
 # How blocks begin that were measured, come from the log of a training, or are drawn.
 NOT_PRINTED = (
     "iteration   1,394 ms",
@@ -161,13 +159,6 @@ def _run(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_comments_are_not_shown(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert [held for held in re.findall("<!--(.*?)-->", text, re.DOTALL) if "--" in held] == []
-    assert not re.search(r"[^\n]\n<!--", text), "the paragraph above ends there"
-
-
 PRINTED = """\
 choice    alltoall_dedup in 2 chunks: 2,080 (1,731 to 3,493) us, dispatch +
           combine, forward + backward
@@ -201,28 +192,8 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
-def test_pages_that_other_files_name_exist() -> None:
-    folders = ("benchmarks", "configs", "containers", "scripts", "src", "tests")
-    missing = {
-        f"{path.relative_to(REPOSITORY)}: {page}"
-        for folder in folders
-        for path in (REPOSITORY / folder).rglob("*.*")
-        if path.suffix in (".py", ".sh", ".yaml", ".sbatch", ".def")
-        for page in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text(encoding="utf-8"))
-        if not (REPOSITORY / page).is_file()
-    }
-    assert {name for name in missing if not re.search(OTHERS_PAGES, name)} == set()
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     folders = (REPOSITORY, REPOSITORY / "src" / "monta_megatron", page.parent)
     missing = {path for path in paths(page) if not any((at / path).exists() for at in folders)}
     assert missing <= NOT_HERE
-
-
-def test_every_page_is_linked_from_an_index() -> None:
-    indexes = [REPOSITORY / name for name in ("README.md", "docs/README.md")]
-    indexes += [page for page in PAGES if page.name == "README.md" and page not in indexes]
-    linked = {target for page in indexes for target, _ in links(page)}
-    assert [name_of(page) for page in PAGES if page not in linked and page not in indexes] == []

@@ -21,6 +21,13 @@ def check_lines(path: Path, lines: Mapping[str, str]) -> None:
     check(path, "".join(f"{name}\n    {line}\n" for name, line in lines.items()))
 
 
+def check_cases(path: Path, answer: Callable[[str], str]) -> None:
+    """Compare the answer to each case with a file of both, a case above its answer."""
+    cases = path.read_text(encoding="utf-8").splitlines()[::2]
+    assert cases, path
+    check_lines(path, {case: answer(case) for case in cases})
+
+
 def check_session(path: Path, answer: Callable[[str], str]) -> None:
     """Compare the answers to commands with a file of both, commands behind `$ monta`."""
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -17,7 +17,6 @@ from interrupts import interrupt, started, wait_for
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
 MONTA = ["-m", "monta_megatron"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *MONTA]
 BENCH = "bench --experts 4 --top-k 2 --hidden 64 --tokens 64 --repeats 100000"
 # A launcher, such as torchrun or srun, whose status is that of its ranks.
 TWO_RANKS = """\

@@ -12,8 +12,6 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import OPERATIONS, PUBLISHED, Curve, published_curves
 
-MB_BYTES = 10**6
-
 
 def curve(**changes: Any) -> Curve:
     values = {
