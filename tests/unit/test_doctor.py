@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from monta_megatron.common import launch_order
-from monta_megatron.exchange import kernels
+from monta_megatron.exchange import kernels, launch_order
 from monta_megatron.integration import arguments, registration
 from monta_megatron.tools.doctor import AUTOLOAD_VARIABLES, Finding, examine
 

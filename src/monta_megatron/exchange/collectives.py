@@ -8,7 +8,7 @@ which may lack methods of the group inside.
 Collectives of several groups overlap, and every rank issues them in the same order. That order does
 not rule out a circular wait: two ranks may start the kernels of two NCCL communicators in different
 orders, each with the one first that on the other rank lacks SMs. NCCL_LAUNCH_ORDER_IMPLICIT=1 does
-(`common.launch_order`).
+(`exchange.launch_order`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
-from monta_megatron.common.launch_order import set_launch_order
 from monta_megatron.common.ranks import consecutive_nodes, node_here, number_nodes
 from monta_megatron.common.torch_private import (
     ALL_GATHER,
@@ -34,6 +33,7 @@ from monta_megatron.common.torch_private import (
     timeout_of,
 )
 from monta_megatron.core import Layout
+from monta_megatron.exchange.launch_order import set_launch_order
 
 # Created here; the other groups are Megatron's.
 OWN_GROUPS = ("node", "rail")

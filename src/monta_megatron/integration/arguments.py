@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args
 
-from monta_megatron.common.launch_order import set_launch_order
 from monta_megatron.common.ranks import linger, report
 from monta_megatron.common.text import shown
 from monta_megatron.core import Layout
+from monta_megatron.exchange.launch_order import set_launch_order
 from monta_megatron.integration.options import (
     DISPATCHER_TYPE,
     OPTION_NAMES,

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from monta_megatron.common.launch_order import set_launch_order
 from monta_megatron.core import Choice
 from monta_megatron.exchange.count_messages import busiest_over_mean
+from monta_megatron.exchange.launch_order import set_launch_order
 from monta_megatron.integration.arguments import is_monta, refuse, seen_as_alltoall
 from monta_megatron.integration.ranks import reports_for_stage
 

@@ -122,7 +122,7 @@ def _accelerator() -> Iterator[Finding]:
 def _communicators() -> Iterator[Finding]:
     import torch
 
-    from monta_megatron.common.launch_order import VARIABLE, is_useful
+    from monta_megatron.exchange.launch_order import VARIABLE, is_useful
 
     has_nccl = torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "not in this torch"

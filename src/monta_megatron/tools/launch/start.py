@@ -25,9 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from monta_megatron.common import files, launch_order, strict_yaml
+from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.files import commit, versions
 from monta_megatron.common.torchrun import why_ended
+from monta_megatron.exchange import launch_order
 from monta_megatron.tools.launch.prepare import UNRESOLVED, Run, checked, prepare
 from monta_megatron.tools.launch.run_config import words_of
 
