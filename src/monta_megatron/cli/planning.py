@@ -6,14 +6,11 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common.rules import name_of, num_tokens, positive, whole
 from monta_megatron.common.text import Progress, one_of, print_report, tell
-
-if TYPE_CHECKING:
-    from monta_megatron.tools.plan.request import PlanRequest
 
 FILES = {
     "model": "a file, a config.json of Hugging Face or its folder, or a preset by its name in "
@@ -34,8 +31,6 @@ FLAGS = {
     "micro-batch-size": (whole(1), "sequences of a micro-batch (default: the model's)"),
     "global-batch-size": (whole(1), "sequences of an iteration, for what it gains"),
 }
-# Those that go with a prediction, not with a trace.
-PREDICTED = ("world-size", "ranks-per-node", "tp", "ep", "etp", "cp", "pp", "tokens")
 SWEPT = ("tokens", "world-size", "ep")
 # Flags of `plan` that do not go with another.
 APART = {
@@ -47,7 +42,11 @@ APART = {
 
 def add_plan_arguments(parser: Parser) -> None:
     """Add all flags."""
-    _add_request_arguments(parser, FLAGS, "say where this chain stands")
+    for name, text in FILES.items():
+        parser.add_argument(f"--{name}", metavar="FILE", help=text)
+    for name, (read, text) in FLAGS.items():
+        parser.add_argument(f"--{name}", metavar="N", type=read, help=text)
+    _add_chain(parser, "say where this chain stands")
     parser.add_argument("--stages", action="store_true", help="add the table by stage")
     parser.add_argument(
         "--iteration-ms", type=positive, help="measured with alltoall: add the exchange's share"
@@ -82,9 +81,11 @@ def run_plan(parsed: argparse.Namespace) -> int:
         raise ValueError(f"--out: got {parsed.out}, must not exist")
     from monta_megatron.planner.plan import share_of
     from monta_megatron.tools.plan.report import PlanReport
-    from monta_megatron.tools.plan.request import plan_request
+    from monta_megatron.tools.plan.request import PlanRequest, plan_request
 
-    request, iteration_ms, ran = _request_of(parsed), parsed.iteration_ms, "alltoall"
+    names = (name.replace("-", "_") for name in (*FILES, *FLAGS))
+    request = PlanRequest(**{name: getattr(parsed, name) for name in names})
+    iteration_ms, ran = parsed.iteration_ms, "alltoall"
     if parsed.sweep is not None:
         from monta_megatron.tools.plan.report import sweep
 
@@ -113,36 +114,27 @@ def run_plan(parsed: argparse.Namespace) -> int:
 
 def add_timeline_arguments(parser: Parser) -> None:
     """Add all flags."""
-    parser.add_argument("trace", nargs="?", type=Path, help="file of bench --trace")
-    chain_help = "default: the fastest of the trace, or the planner's choice"
-    _add_request_arguments(parser, PREDICTED, chain_help)
-    parser.add_argument("--out", type=Path, help="the picture (default: TRACE.png, timeline.png)")
+    parser.add_argument("trace", type=Path, help="file of bench --trace")
+    _add_chain(parser, "drawn (default: the fastest of ours)")
+    parser.add_argument("--out", type=Path, help="the picture (default: TRACE.png)")
 
 
 def run_timeline(parsed: argparse.Namespace) -> int:
-    """Draw what overlaps with what, recorded or predicted.
+    """Draw what overlaps with what, from a trace of monta bench --trace.
 
     Draw when every stage and chunk ran, by resource, below stock alltoall, and print how much of
-    each resource was hidden by others: from a trace of monta bench --trace, or from the cost model
-    (--model and --cluster).
+    each resource was hidden by others.
 
-    examples:
-      monta timeline --model qwen3_235b_a22b --cluster h100_8x_ndr \\
-          --world-size 128 --tp 2 --ep 16 --pp 4
+    example:
       monta emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500 -- \\
           monta bench --experts 16 --top-k 4 --hidden 1024 --tokens 512 --trace trace.json
       monta timeline trace.json
     """
     from monta_megatron.tools import pictures
-    from monta_megatron.tools.timeline import of_prediction, of_trace
+    from monta_megatron.tools.timeline import of_trace
 
-    if parsed.trace is None:
-        _check_given(parsed, FILES, (), "a file or a preset without TRACE")
-        report = of_prediction(_request_of(parsed), parsed.chain)
-    else:
-        _check_given(parsed, (), (*FILES, *PREDICTED), "with TRACE")
-        report = of_trace(parsed.trace, parsed.chain)
-    path = parsed.out or (parsed.trace or Path("timeline")).with_suffix(".png")
+    report = of_trace(parsed.trace, parsed.chain)
+    path = parsed.out or parsed.trace.with_suffix(".png")
     if pictures.can_draw():
         path.parent.mkdir(parents=True, exist_ok=True)
         pictures.draw_timeline(report, path)
@@ -214,14 +206,8 @@ def _apply(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _add_request_arguments(parser: Parser, flags: Iterable[str], chain_help: str) -> None:
-    """Add the flags for the files, some of `FLAGS`, and --chain."""
-    for name, text in FILES.items():
-        parser.add_argument(f"--{name}", metavar="FILE", help=text)
-    for name in flags:
-        read, text = FLAGS[name]
-        parser.add_argument(f"--{name}", metavar="N", type=read, help=text)
-    parser.add_argument("--chain", metavar="NAME", type=name_of(_chains), help=chain_help)
+def _add_chain(parser: Parser, text: str) -> None:
+    parser.add_argument("--chain", metavar="NAME", type=name_of(_chains), help=text)
 
 
 def _chains() -> Iterable[str]:
@@ -238,13 +224,6 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
         raise argparse.ArgumentTypeError(f"got {text!r}, must be {rule}")
     read, _ = FLAGS[key]
     return key, [read(value.strip()) for value in values.split(",")]
-
-
-def _request_of(parsed: argparse.Namespace) -> "PlanRequest":
-    from monta_megatron.tools.plan.request import PlanRequest
-
-    names = ("model", "cluster", *(name.replace("-", "_") for name in FLAGS))
-    return PlanRequest(**{name: getattr(parsed, name, None) for name in names})
 
 
 def _check_given(

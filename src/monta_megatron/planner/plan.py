@@ -13,7 +13,6 @@ from monta_megatron.common.text import counted, time_text
 from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster, End
 from monta_megatron.planner.price import Price, price
-from monta_megatron.planner.schedule import Times
 
 NUM_CHUNKS = (1, 2, 4, 8)
 # A plainer chain is chosen if it takes at most this fraction longer than the fastest.
@@ -245,7 +244,7 @@ class Selection:
         if price is chosen:
             return None
         if price not in self.rivals:
-            plainest = next(each for each in self.rivals if each.times == price.times)
+            plainest = next(each for each in self.rivals if each.total_us == price.total_us)
             return f"the same as {plainest.choice.name} at this layout"
         if price.total_us == chosen.total_us:
             return f"as fast as {name}, which is plainer"
@@ -285,10 +284,10 @@ def select_chain(
         why = "; ".join(f"{name}: {reason}" for name, reason in incompatible.items())
         raise ValueError(f"chains: none can run: {why}")
     prices.sort(key=lambda each: each.rank)
-    # The plainest of those that do the same comes first.
-    unlike: dict[tuple[tuple[Times, ...], float], Price] = {}
+    # The plainest of those that do the same, in the same time, comes first.
+    unlike: dict[tuple[float, float], Price] = {}
     for each in prices:
-        unlike.setdefault((each.times, each.peak_bytes), each)
+        unlike.setdefault((each.total_us, each.peak_bytes), each)
     rivals = list(unlike.values())
     near = (each for each in rivals if each.rank[0] <= rivals[0].rank[0] * (1 + MARGIN))
     return Selection(

@@ -10,7 +10,7 @@ nothing else is queued. Experts and other layers, behind which it could hide mor
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal
 
 from monta_megatron.chains.chain import BoundChain, Chain, blocks_for, message_size
@@ -32,7 +32,7 @@ from monta_megatron.core import Choice, Layout, Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCE_NAMES
 from monta_megatron.planner.layout import priced_ranks
-from monta_megatron.planner.schedule import Task, Times, simulate
+from monta_megatron.planner.schedule import Task, simulate
 from monta_megatron.planner.traffic import (
     COUNT_EXCHANGE,
     FIND_PASSES,
@@ -59,6 +59,7 @@ class Work:
         times_us: [C] how long it runs alone.
         launch_us: host time to launch it, per chunk.
         traffic: what moves in it; None for "host".
+        in_chain: it is one of the chain's stages, not what a pass does around them.
     """
 
     pass_name: str
@@ -67,6 +68,7 @@ class Work:
     times_us: tuple[float, ...]
     launch_us: float
     traffic: StageTraffic | None = None
+    in_chain: bool = False
 
     @property
     def alone_us(self) -> float:
@@ -82,8 +84,7 @@ class Price:
         chain: that runs.
         num_chunks: in how many chunks.
         works: of all passes, in order.
-        tasks: their chunks, in the order of issue.
-        times: when each of them runs.
+        total_us: from the first launch to the last end.
         num_represented: [ranks] number of ranks that each priced rank stands for.
         peak_bytes: the most that the executor holds at once on one rank.
     """
@@ -91,8 +92,7 @@ class Price:
     chain: Chain
     num_chunks: int
     works: tuple[Work, ...]
-    tasks: tuple[Task, ...]
-    times: tuple[Times, ...]
+    total_us: float
     num_represented: tuple[int, ...]
     peak_bytes: float
 
@@ -100,11 +100,6 @@ class Price:
     def choice(self) -> Choice:
         """What is priced, without its experts."""
         return Choice(chain=self.chain.name, num_chunks=self.num_chunks)
-
-    @cached_property
-    def total_us(self) -> float:
-        """From the first launch to the last end."""
-        return max((times.end_us for times in self.times), default=0.0)
 
     @property
     def rank(self) -> tuple[float, bool, int, int]:
@@ -123,8 +118,7 @@ class Price:
 
     def sent_bytes(self, resource: Resource) -> float:
         """Bytes that leave ranks for others by the chain's stages, over all ranks and passes."""
-        in_chain = {task.work for task in self.tasks if task.operation is not None}
-        traffic = (self.works[number].traffic for number in sorted(in_chain))
+        traffic = (work.traffic for work in self.works if work.in_chain)
         return sum(each.sent_bytes(resource, self.num_represented) for each in traffic if each)
 
 
@@ -153,8 +147,7 @@ def price(
         chain=chain,
         num_chunks=num_chunks,
         works=tuple(works),
-        tasks=tuple(tasks),
-        times=simulate(tasks, cluster.factor),
+        total_us=max(times.end_us for times in simulate(tasks, cluster.factor)),
         num_represented=tuple(number for _, number in priced_ranks(shape.layout, shape.routing)),
         peak_bytes=peak,
     )
@@ -277,9 +270,6 @@ def _add_pass(
         """Work of one chunk, after everything so far."""
         ends = open_ends()
         task = Task(
-            work=len(works),
-            chunk=None,
-            operation=None,
             resource="memory" if work.resource == "host" else work.resource,
             us=work.times_us[0],
             launch_us=work.launch_us,
@@ -310,9 +300,6 @@ def _add_pass(
         after = tuple(offset + number for number in operation.after)
         launch_after = tuple(offset + number for number in operation.launch_after)
         task = Task(
-            work=first_work + operation.series,
-            chunk=operation.chunk,
-            operation=operation.number,
             resource=operation.resource,
             us=next(times[operation.series]),
             launch_us=works[first_work + operation.series].launch_us,
@@ -360,6 +347,7 @@ def _work_of(
         times_us=tuple(map(max, zip(*times, strict=True))),
         launch_us=launch_us / host.speed,
         traffic=stage,
+        in_chain=num_chunks is not None,
     )
 
 

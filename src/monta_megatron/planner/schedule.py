@@ -31,9 +31,6 @@ class Task(NamedTuple):
     """One operation, in the order of issue.
 
     Attributes:
-        work: number of the work that it is a chunk of; for readers of the schedule.
-        chunk: None for all chunks at once; likewise.
-        operation: number in the program of its pass; None outside of the program; likewise.
         resource: that it occupies.
         us: how long it runs alone.
         launch_us: host time to launch it.
@@ -42,9 +39,6 @@ class Task(NamedTuple):
         copies_at_launch: the launch is a copy that the host runs, and slows others as one.
     """
 
-    work: int
-    chunk: int | None
-    operation: int | None
     resource: Resource
     us: float
     launch_us: float

@@ -1,10 +1,7 @@
-"""`monta timeline`: stock's row above ours, and the share of each resource that was hidden.
-
-The rows are those of a trace, or predicted: the schedules from which the planner prices. No torch.
-"""
+"""`monta timeline`: stock's row of a trace above ours, and the share of each resource hidden."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from monta_megatron.chains import CHAINS
-from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.common.rules import require
-from monta_megatron.common.text import WIDTH, counted, table, time_text
+from monta_megatron.common.text import WIDTH, table, time_text
 from monta_megatron.planner.curves import RESOURCE_NAMES
-from monta_megatron.planner.price import Price, price
-from monta_megatron.tools.plan.request import PlanRequest, plan_request
 from monta_megatron.tools.trace import STOCK, Span, Trace
 
 
@@ -73,7 +66,7 @@ class TimelineReport:
     """Rows to print, and the two of them to draw.
 
     Attributes:
-        trace: recorded or predicted.
+        trace: as recorded.
         ours: name of the row that is compared with stock alltoall, if that is in the trace.
         picture: the PNG that was written; None without matplotlib.
     """
@@ -154,41 +147,3 @@ def of_trace(path: Path, chain: str | None = None) -> TimelineReport:
     require(bool(names), "--chain", chain, f"have a row in {path}: {', '.join(ours)}")
     fastest = min(names, key=lambda name: total_us(ours[name]))
     return TimelineReport(trace=trace, ours=fastest)
-
-
-def of_prediction(request: PlanRequest, chain: str | None = None) -> TimelineReport:
-    """The cost model's timeline of a layout.
-
-    Args:
-        request: what is planned.
-        chain: to draw, in its best number of chunks; None for the planner's choice.
-
-    Raises:
-        ValueError: no chain can run.
-    """
-    settings: dict[str, Any] = {} if chain is None else {"chains": (chain,)}
-    planned = plan_request(request, **settings)
-    plan, layout, shape = planned.plan, planned.layout, planned.plan.shape
-    priced = price(shape, planned.cluster, CHAINS[plan.chain], plan.num_chunks)
-    spans = list(spans_of(priced.choice.name, priced))
-    if plan.chain != ALLTOALL.name:
-        spans = [*spans_of(STOCK, price(shape, planned.cluster, ALLTOALL, 1)), *spans]
-    title = (
-        f"predicted for {planned.model.name} on {planned.cluster.name}: TP {layout.tp}, "
-        f"EP {layout.ep}, ETP {layout.etp}, PP {layout.pp} on "
-        f"{counted(layout.world_size, 'rank')}, {counted(shape.tokens_per_rank, 'token')} per rank"
-    )
-    trace = Trace(title=title, ranks=("busiest rank",), spans=tuple(spans), about={})
-    return TimelineReport(trace=trace, ours=priced.choice.name)
-
-
-def spans_of(row: str, priced: Price) -> Iterator[Span]:
-    """The schedule of a price: the busiest rank of every stage, which stands for all ranks."""
-    for task, times in zip(priced.tasks, priced.times, strict=True):
-        work = priced.works[task.work]
-        labels = row, 0, work.pass_name, work.stage, task.chunk, task.operation
-        if task.launch_us > 0:
-            start_us = times.launched_us - task.launch_us
-            yield Span(*labels, "host", start_us, times.launched_us)
-        if work.resource != "host":
-            yield Span(*labels, work.resource, times.start_us, times.end_us)

@@ -41,7 +41,7 @@ class Span(NamedTuple):
         operation: its number in the program of the pass; None outside of a program.
         resource: that it occupies; "pass" for a pass. On a device a pass begins when the host
             comes to it, which may be before the device has ended the pass before.
-        start_us, end_us: since the start of the trace, or of a predicted exchange.
+        start_us, end_us: since the start of the trace.
     """
 
     row: str
