@@ -18,7 +18,7 @@ from monta_megatron.calibration.tasks import (
     points_of,
 )
 from monta_megatron.calibration.timer import Timer, starter_of
-from monta_megatron.chains.program import Resource
+from monta_megatron.chains.program import Policy, Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.ranks import BOOT_ID
 from monta_megatron.common.text import Progress, counted, table
@@ -159,6 +159,7 @@ def calibrate(
     hardware = hardware or gpu_name() or "CPU ranks"
     day = datetime.now(timezone.utc).date().isoformat()
     source = f"monta calibrate, {hardware}, torch {torch.__version__}, {day}"
+    policy: Policy = "host" if on_cpu else "fused" if fused else "streams"
     memory = None if on_cpu else torch.cuda.get_device_properties(device).total_memory / 1e9
     cluster = Cluster(
         name=f"{hardware}, {num_nodes} x {ranks_per_node}",
@@ -167,8 +168,8 @@ def calibrate(
         nics_per_node=nics,
         source=source,
         memory_gb_per_rank=memory,
-        policy="host" if on_cpu else "fused" if fused else "streams",
-        host=fit_host_costs(timer.samples, on_cpu, source),
+        policy=policy,
+        host=fit_host_costs(timer.samples, policy, source),
         curves=fit_curves(points, timer.samples, on_cpu),
         contention=fit_contention(pairs, timer.excesses),
     )

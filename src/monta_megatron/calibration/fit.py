@@ -7,14 +7,13 @@ from typing import TypeAlias
 
 from monta_megatron.calibration.tasks import (
     CHUNKED_PASSES,
-    NUM_PASS_STAGES,
     PASSES,
     Pair,
     Point,
     Sample,
     Task,
 )
-from monta_megatron.chains.program import COLLECTIVES, FORWARD_BACKWARD
+from monta_megatron.chains.program import COLLECTIVES, FORWARD_BACKWARD, Policy
 from monta_megatron.planner.cluster import Contention, HostCosts
 from monta_megatron.planner.curves import NAMES, Curve
 
@@ -52,25 +51,27 @@ def fit_curves(points: Sequence[Point], samples: Samples, on_cpu: bool) -> tuple
     return tuple(curves)
 
 
-def fit_host_costs(samples: Samples, on_cpu: bool, source: str) -> HostCosts:
+def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:
     """Host time to start operations, and around the stages of a pass.
 
     Of counts, and for each peer of a collective, it is the reference's.
 
     Args:
         samples: of each task.
-        on_cpu: whether ranks are CPU ranks, where the time of copies is in their curves.
+        policy: of the ranks; that of CPU ranks has the time of copies in their curves.
         source: of the samples.
     """
     # A copy is an allocation and a launch; a collective allocates what it receives.
-    operation_us = 0.0 if on_cpu else least_start_us(samples, ("copy",)) / 2
+    enqueue_us = least_start_us(samples, ("copy",)) / 2
+    operation_us = 0.0 if policy == "host" else enqueue_us
     collective_us = least_start_us(samples, COLLECTIVES) - operation_us
-    passes_us, chunked_us = (
-        median(sample.us for sample in samples[task]) for task in (PASSES, CHUNKED_PASSES)
-    )
-    num_more_stages = (CHUNKED_PASSES.num_chunks - 1) * NUM_PASS_STAGES * len(FORWARD_BACKWARD)
-    stage_us = max(chunked_us - passes_us, 0.0) / num_more_stages
-    pass_us = passes_us / len(FORWARD_BACKWARD) - NUM_PASS_STAGES * stage_us
+    numbers, times_us = [], []
+    for task in (PASSES, CHUNKED_PASSES):
+        number, num_enqueued = task.operations(policy)
+        numbers.append(number)
+        times_us.append(median(sample.us for sample in samples[task]) - enqueue_us * num_enqueued)
+    stage_us = max(times_us[1] - times_us[0], 0.0) / (numbers[1] - numbers[0])
+    pass_us = (times_us[0] - numbers[0] * stage_us) / len(FORWARD_BACKWARD)
     return HostCosts(
         collective_us=round(max(collective_us, 0.0), 2),
         operation_us=round(operation_us, 2),

@@ -11,8 +11,21 @@ from collections.abc import Mapping
 from itertools import combinations, groupby
 from typing import NamedTuple, TypeAlias
 
-from monta_megatron.chains.program import COLLECTIVES, PricedOperation, Resource
+import numpy as np
+
+from monta_megatron.chains import CHAINS, Counts
+from monta_megatron.chains.chain import BoundChain
+from monta_megatron.chains.lower import lower
+from monta_megatron.chains.program import (
+    COLLECTIVES,
+    FORWARD_BACKWARD,
+    Policy,
+    PricedOperation,
+    Resource,
+    RowFormat,
+)
 from monta_megatron.core import Layout
+from monta_megatron.planner.traffic import num_host_operations
 
 # A message is made of rows of this size, so that it can be split for any number of peers.
 MESSAGE_ROW_BYTES = 16
@@ -32,11 +45,14 @@ LAST_BYTES: dict[str, dict[Resource, int]] = {
     "cuda": {"inter": 320 << 20, "intra": 320 << 20, "memory": 1280 << 20},
 }
 SIZE_FACTOR = 4
+# Tokens of host work.
+NUM_TOKENS = 128
 # A curve has no fewer, whatever they take.
 LEAST_SIZES = 3
 # The most that a pair's collective takes: as long as the chunk of a real exchange on CPU ranks,
 # where a shorter one measures the latency of the scheduler.
 PAIR_US = 100_000.0
+SHORT, LONG = 0.5, 2.0
 
 
 class Point(NamedTuple):
@@ -73,10 +89,27 @@ class Passes(NamedTuple):
 
     num_chunks: int
 
+    def bind(self) -> BoundChain:
+        """The chain of these passes, in which a chunk has rows of two experts to put in order."""
+        layout = Layout(ep=1, etp=1, num_local_experts=2, rank=0, nodes=(0,))
+        sent = np.full((1, 2), NUM_TOKENS // 2)
+        counts = Counts(sent=sent, received=sent[None])
+        return CHAINS["alltoall_allgather"].bind(layout, counts, self.num_chunks)
+
+    def operations(self, policy: Policy) -> tuple[int, float]:
+        """How many operations all passes have, and how many the host enqueues for them."""
+        number, num_enqueued, bound = 0, 0.0, self.bind()
+        row = RowFormat(hidden_size=1, value_bytes=4, prob_bytes=4, sum_bytes=4)
+        for pass_ in FORWARD_BACKWARD:
+            for operation in lower(bound, pass_, row, 1, policy).program.operations:
+                number += 1
+                num_enqueued += num_host_operations(
+                    operation.kind, pass_, row, policy, self.num_chunks
+                )
+        return number, num_enqueued
+
 
 PASSES, CHUNKED_PASSES = Passes(num_chunks=1), Passes(num_chunks=8)
-# Stages of each of these passes.
-NUM_PASS_STAGES = 4
 
 Task: TypeAlias = Point | Passes
 
@@ -94,17 +127,17 @@ class Sample(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A collective beside an operation on another resource.
+    """A collective beside runs of an operation on another resource.
 
     Attributes:
         first: the collective.
         second: the other operation.
-        repeats: how many times the second runs beside one run of the first.
+        length: of all runs of the second, as a multiple of the first's.
     """
 
     first: Point
     second: Point
-    repeats: int
+    length: float
 
 
 def etp_sizes(ranks_per_node: int) -> list[int]:
@@ -161,9 +194,7 @@ def choose_pairs(times_us: Mapping[Point, float]) -> list[tuple[Pair, Pair]]:
     pairs = []
     for firsts, seconds in combinations(halves, 2):
         fitting = [point for point in firsts if times_us[point] <= PAIR_US]
-        # The second is a small one, so that its repeats can take any time.
+        # The second is a small one, so that its runs can take any time.
         first, second = (fitting or firsts)[-1], seconds[-LEAST_SIZES]
-        ratio = times_us[first] / times_us[second]
-        short, long = (max(round(ratio * times), 1) for times in (0.5, 2))
-        pairs.append((Pair(first, second, short), Pair(first, second, long)))
+        pairs.append((Pair(first, second, SHORT), Pair(first, second, LONG)))
     return pairs

@@ -20,7 +20,6 @@ from functools import cache
 from itertools import cycle
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,17 +29,16 @@ from monta_megatron.calibration.tasks import (
     LEAST_SIZES,
     MESSAGE_ROW_BYTES,
     NUM_COPIES,
-    NUM_PASS_STAGES,
+    NUM_TOKENS,
     Pair,
     Passes,
     Point,
     Sample,
     Task,
 )
-from monta_megatron.chains import CHAINS, Counts
+from monta_megatron.chains.chain import BoundChain
 from monta_megatron.chains.program import COLLECTIVES, Resource
 from monta_megatron.common.text import Progress
-from monta_megatron.core import Layout
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
 from monta_megatron.exchange.exchange import Exchange
@@ -52,14 +50,14 @@ from monta_megatron.exchange.rows import Copies, copy_rows
 # CPU ranks many runs of one operation in a row would find its code and data in the caches.
 RUN_US = 20_000.0
 MAX_REPEATS = {"cpu": 2, "cuda": 20}
+# Of the second of a pair, to find out how many of them are as long as the first.
+FIRST_REPEATS = 8
 # Starts an operation; the function that it returns waits for the result.
 Starter: TypeAlias = Callable[[], Callable[[], object]]
 
 # More than the cache of a GPU or of a core holds.
 COLD_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MAX_SETS = 8
-# Tokens of host work.
-NUM_TOKENS = 128
 
 
 @dataclass(kw_only=True)
@@ -76,6 +74,7 @@ class Timer:
         elapsed_s: since the beginning, the same on all ranks.
         samples: of each task, in the order of its runs.
         excesses: likewise, of each pair.
+        beside_us: of the second operation of a pair, the latest time of each run.
         took_s: elapsed time of the latest run of each.
     """
 
@@ -88,6 +87,7 @@ class Timer:
     elapsed_s: float = 0.0
     samples: dict[Task, list[Sample]] = field(default_factory=dict)
     excesses: dict[Pair, list[float]] = field(default_factory=dict)
+    beside_us: dict[Point, float] = field(default_factory=dict)
     took_s: dict[Task | Pair, float] = field(default_factory=dict)
 
     def run_sizes(self, points: Sequence[Point], progress: Progress) -> list[Point]:
@@ -142,8 +142,10 @@ class Timer:
         if isinstance(task, Pair):
             # In immediate succession: times change more between rounds than by the excess.
             first_us = self._run(task.first, others=()).us
-            second_us = self._run(task.second, task.repeats, others=()).us * task.repeats
-            others = [self.starter(task.second)] * task.repeats
+            repeats = max(round(task.length * first_us / self._beside_us(task.second)), 1)
+            second_us = self._run(task.second, repeats, others=()).us * repeats
+            self.beside_us[task.second] = second_us / repeats
+            others = [self.starter(task.second)] * repeats
             excess = excess_of(first_us, second_us, self._run(task.first, others=others).us)
             self.excesses.setdefault(task, []).append(excess)
         else:
@@ -153,6 +155,12 @@ class Timer:
             repeats = min(int(RUN_US / max(us, 1.0)), MAX_REPEATS[self.device.type])
             samples.append(self._run(task, max(repeats, 1)))
         self.took_s[task] = self.elapsed_s - begin_s
+
+    def _beside_us(self, point: Point) -> float:
+        """The latest time of a run among others in a row, which a core's first run is far from."""
+        if point not in self.beside_us:
+            self.beside_us[point] = self._run(point, FIRST_REPEATS, others=()).us
+        return self.beside_us[point]
 
     def _run(self, task: Task, repeats: int = 1, others: Sequence[Starter] | None = None) -> Sample:
         """The mean of some runs of a task in a row.
@@ -207,7 +215,7 @@ def starter_of(
     @cache
     def starter(task: Task) -> Starter:
         if isinstance(task, Passes):
-            return _passes(task.num_chunks, groups["intra", 1], device, fused)
+            return _passes(task.bind(), groups["intra", 1], device, fused)
         if task.operation in COLLECTIVES:
             return _collective(task, groups[task.resource, task.group_size], device)
         # An exchange works on rows that it has not touched before. With a single set of buffers
@@ -277,19 +285,14 @@ def _rows(num_rows: int, device: torch.device) -> torch.Tensor:
     return torch.ones(num_rows, HIDDEN_ROW_BYTES // dtype.itemsize, dtype=dtype, device=device)
 
 
-def _passes(num_chunks: int, alone: PeerGroup, device: torch.device, fused: bool) -> Starter:
+def _passes(bound: BoundChain, alone: PeerGroup, device: torch.device, fused: bool) -> Starter:
     """All four passes of a rank with itself: almost nothing moves."""
-    # One expert, to which all rows go in the order that they are in.
-    layout = Layout(ep=1, etp=1, num_local_experts=1, rank=0, nodes=(0,))
-    sent = np.full((1, 1), NUM_TOKENS)
-    chain = CHAINS["alltoall_allgather"]
-    assert len(chain.stages) == NUM_PASS_STAGES
     rows, probs = torch.ones(NUM_TOKENS, 1, device=device), torch.ones(NUM_TOKENS, device=device)
 
     def start() -> Callable[[], object]:
         exchange = Exchange(
-            bound_chain=chain.bind(layout, Counts(sent=sent, received=sent[None]), num_chunks),
-            groups=dict.fromkeys(chain.groups, alone),
+            bound_chain=bound,
+            groups=dict.fromkeys(bound.chain.groups, alone),
             sum_dtype=torch.float32,
             monitor=Monitor(),
             fused=fused,
