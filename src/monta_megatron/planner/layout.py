@@ -171,14 +171,18 @@ def shape_of_layout(
     )
 
 
-def most_moe_layers(model: Model, pp: int) -> int:
-    """MoE layers of the pipeline stage with the most of them.
+def stages_of(model: Model, pp: int) -> list[slice]:
+    """Layers of each pipeline stage: consecutive, as evenly as they can be shared.
 
-    Stages are consecutive layers, as evenly as they can be shared; virtual stages and a split that
-    the model's arguments write out are not followed.
+    Virtual stages and a split that the model's arguments write out are not followed.
     """
     size = math.ceil(model.num_layers / pp)
-    return max(sum(model.moe_layers[n : n + size]) for n in range(0, model.num_layers, size))
+    return [slice(n, n + size) for n in range(0, model.num_layers, size)]
+
+
+def most_moe_layers(model: Model, pp: int) -> int:
+    """MoE layers of the pipeline stage with the most of them."""
+    return max(sum(model.moe_layers[stage]) for stage in stages_of(model, pp))
 
 
 # Arguments that split the layers of a model unevenly; the first have a language of their own.

@@ -48,8 +48,12 @@ class Model:
         prob_bytes: bytes of one routing probability.
         moe_router_num_groups: expert groups of a group-limited router, or None.
         moe_router_group_topk: groups that a token may use, or None.
-        num_expert_parameters: parameters of all routed experts.
-        num_parameters: parameters of the whole model; None where they cannot be counted.
+        vocab_size: entries of the vocabulary, 0 where that is not known.
+        expert_parameters: parameters of the routed experts of one layer.
+        layer_parameters: [L] parameters of each layer without its routed experts; None where they
+            cannot be counted.
+        table_parameters: of the embedding of the vocabulary, and of the output layer.
+        is_tied: embedding and output layer share one table.
         notes: what a plan says of the model.
         arguments: Megatron's arguments by their names without --.
     """
@@ -68,10 +72,21 @@ class Model:
     prob_bytes: int
     moe_router_num_groups: int | None
     moe_router_group_topk: int | None
-    num_expert_parameters: int
-    num_parameters: int | None
+    vocab_size: int
+    expert_parameters: int
+    layer_parameters: tuple[int, ...] | None
+    table_parameters: int
+    is_tied: bool
     notes: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Parameters of the whole model; None where they cannot be counted."""
+        if self.layer_parameters is None:
+            return None
+        tables = self.table_parameters * (1 if self.is_tied else 2)
+        return sum(self.layer_parameters) + sum(self.moe_layers) * self.expert_parameters + tables
 
 
 class Reader:
@@ -208,8 +223,9 @@ def model_of(
     value_bytes = 2 if low_precision else 4
     row_size = read.size("moe-latent-size", hidden_size)
     gate = 3 if read.flag(*GATED) else 2
-    experts_of_layer = experts * gate * row_size * moe_ffn
-    num_parameters = _num_parameters(read, hidden_size, layers, experts_of_layer, gate, ffn)
+    vocab_size = read.size("vocab-size", 0, least=0)
+    is_tied = not read.flag("untie-embeddings-and-output-weights")
+    layer_parameters = _layer_parameters(read, hidden_size, layers, gate, ffn)
     read.require_spelling()
     return Model(
         name=name,
@@ -226,22 +242,20 @@ def model_of(
         prob_bytes=PROB_BYTES.get(str(read.value("moe-router-dtype")), value_bytes),
         moe_router_num_groups=groups,
         moe_router_group_topk=group_topk,
-        num_expert_parameters=sum(layers) * experts_of_layer,
-        num_parameters=num_parameters,
+        vocab_size=vocab_size,
+        expert_parameters=experts * gate * row_size * moe_ffn,
+        layer_parameters=layer_parameters,
+        table_parameters=vocab_size * hidden_size,
+        is_tied=is_tied,
         notes=notes,
         arguments=arguments,
     )
 
 
-def _num_parameters(
-    read: Reader,
-    hidden_size: int,
-    layers: list[bool],
-    experts_of_layer: int,
-    gate: int,
-    ffn: int,
-) -> int | None:
-    """Weights of the matrices, within 1%.
+def _layer_parameters(
+    read: Reader, hidden_size: int, layers: list[bool], gate: int, ffn: int
+) -> tuple[int, ...] | None:
+    """[L] weights of the matrices of each layer without its routed experts, within 1%.
 
     Norms, biases, learned positions and multi-token prediction are left out; linear attention
     counts as full.
@@ -250,7 +264,6 @@ def _num_parameters(
         read: the model's arguments.
         hidden_size: H.
         layers: [L] whether a layer has experts.
-        experts_of_layer: parameters of its experts.
         gate: matrices of an FFN, 3 with a gate.
         ffn: FFN size of a dense layer.
     """
@@ -258,13 +271,11 @@ def _num_parameters(
         return None
     latent, experts = read.optional("moe-latent-size") or 0, read.size("num-experts")
     shared = read.size("moe-shared-expert-intermediate-size", 0, least=0)
+    attention = _attention_parameters(read, hidden_size)
     # Of an MoE layer besides its experts: router, shared experts, projections to the latent rows.
     beside = hidden_size * (experts + gate * shared + 2 * latent)
     dense = gate * hidden_size * ffn
-    total = len(layers) * _attention_parameters(read, hidden_size)
-    total += sum(experts_of_layer + beside if has_experts else dense for has_experts in layers)
-    tables = 2 if read.flag("untie-embeddings-and-output-weights") else 1
-    return total + read.size("vocab-size") * hidden_size * tables
+    return tuple(attention + (beside if has_experts else dense) for has_experts in layers)
 
 
 def _attention_parameters(read: Reader, hidden_size: int) -> int:

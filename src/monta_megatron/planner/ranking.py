@@ -1,8 +1,8 @@
 """Layouts that fit a model and a cluster, ranked by the cost of their exchange.
 
 Whether a layout fits is one formula: weights, gradients and the distributed optimizer's state of
-the largest pipeline stage, and the logits. Activations, which depend on recomputation, and the
-exchange are left to the headroom.
+the largest pipeline stage, with the logits in the last. Activations, which depend on recomputation,
+and the exchange are left to the headroom.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import Any
 
 from monta_megatron.common.text import counted, size_text, time_text
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
-from monta_megatron.planner.model import Model, Reader
+from monta_megatron.planner.layout import ParallelLayout, shape_of_layout, stages_of
+from monta_megatron.planner.model import Model
 from monta_megatron.planner.plan import select_chain
 
 # Share of a rank's memory that is left to everything else.
@@ -72,21 +72,28 @@ def training_memory(
         layout: how the ranks are grouped.
         tokens: of a rank in a micro-batch.
     """
-    if model.num_parameters is None:
-        return TrainingMemory(needed_bytes=None, available_bytes=cluster.memory_bytes_per_rank)
+    available_bytes = cluster.memory_bytes_per_rank
+    if model.layer_parameters is None:
+        return TrainingMemory(needed_bytes=None, available_bytes=available_bytes)
     held, sharded = (4 + 4, 2 * 4) if model.value_bytes == 4 else (2 + 4, 3 * 4)
-    vocabulary = Reader(model.arguments, model.name).size("vocab-size", 0, least=0)
-    # [S * B / CP, V / TP] as they are, and in fp32 for the loss.
-    needed_bytes = float(tokens * vocabulary * (model.value_bytes + 4))
-    share_of_stage = math.ceil(model.num_layers / layout.pp) / model.num_layers
-    experts = model.num_expert_parameters
-    for parameters, parts in (
-        (model.num_parameters - experts, layout.tp),
-        (experts, layout.ep * layout.etp),
-    ):
+
+    def state_bytes(parameters: int, parts: int) -> float:
         data_parallel = layout.world_size / (parts * layout.pp)
-        needed_bytes += parameters / parts * share_of_stage * (held + sharded / data_parallel)
-    return TrainingMemory(needed_bytes=needed_bytes, available_bytes=cluster.memory_bytes_per_rank)
+        return parameters / parts * (held + sharded / data_parallel)
+
+    needed_bytes = 0.0
+    stages = stages_of(model, layout.pp)
+    for number, stage in enumerate(stages):
+        is_first, is_last = number == 0, number == len(stages) - 1
+        # The last stage has the output layer, or a copy of the embedding that is its matrix.
+        tables = is_first + is_last - (is_first and is_last and model.is_tied)
+        dense = sum(model.layer_parameters[stage]) + tables * model.table_parameters
+        experts = sum(model.moe_layers[stage]) * model.expert_parameters
+        of_stage = state_bytes(dense, layout.tp) + state_bytes(experts, layout.ep * layout.etp)
+        # Logits, [S * B / CP, V / TP] as they are, and in fp32 for the loss.
+        of_stage += is_last * tokens * model.vocab_size * (model.value_bytes + 4)
+        needed_bytes = max(needed_bytes, of_stage)
+    return TrainingMemory(needed_bytes=needed_bytes, available_bytes=available_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
