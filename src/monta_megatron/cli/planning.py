@@ -105,8 +105,8 @@ def run_plan(parsed: argparse.Namespace) -> int:
         write_run(parsed.out, request, planned)
         tell("plan", f"wrote {parsed.out}")
     share = None
-    if iteration_ms is not None and planned.benefit is not None:
-        share = share_of(iteration_ms, ran, planned.plan.time_us(ran), planned.benefit)
+    if iteration_ms is not None:
+        share = share_of(iteration_ms, ran, planned.plan.stock_time_us(ran), planned.benefit)
     report = PlanReport(planned=planned, share=share, chain=parsed.chain, with_stages=parsed.stages)
     print_report(report, parsed.json)
     return 0

@@ -90,6 +90,7 @@ class HostCosts:
             stage takes of them is in `planner.traffic`.
         counts_to_host_us: to copy the counts to the host and wait for them.
         counts_us: to count what goes where and bind a chain to it, once per dispatch.
+        stock_counts_us: as stock counts, which has no chain to bind.
         pass_us: what a pass takes besides its stages: autograd and the executor.
         stage_us: what the executor takes for each stage of each chunk.
         speed: how many times as fast as the processor of these figures the cluster's is: all of
@@ -103,6 +104,7 @@ class HostCosts:
     operation_us: NonNegativeFloat = 3.7
     counts_to_host_us: NonNegativeFloat = 18.0
     counts_us: NonNegativeFloat = 471.0
+    stock_counts_us: NonNegativeFloat = 30.0
     pass_us: NonNegativeFloat = 39.0
     stage_us: NonNegativeFloat = 11.5
     speed: PositiveFloat = 1.0
@@ -195,6 +197,11 @@ class Cluster:
             return scaled
         link = replace(link, rate_ratio=link.rate_ratio * ratio)
         return replace(scaled, **{NAMES[resource]: link})  # type: ignore[arg-type]
+
+    @property
+    def as_stock(self) -> "Cluster":
+        """The cluster on whose hosts stock's dispatcher runs, not ours."""
+        return replace(self, host=replace(self.host, counts_us=self.host.stock_counts_us))
 
     @property
     def resources(self) -> tuple[Resource, ...]:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.chains.program import LINKS, Resource
 from monta_megatron.common.rules import require
 from monta_megatron.common.text import counted, time_text
@@ -52,7 +53,7 @@ class Candidate:
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
         range_us: the least and the most that it may take, by the range of the published rates;
-            None where times were measured, and for all but the choice and plain `alltoall`.
+            None where times were measured, and for all but the choice.
         rejected: why it was not chosen; None for the choice.
     """
 
@@ -76,7 +77,7 @@ class Benefit:
     Attributes:
         chain: the chosen one.
         chosen_us: its time.
-        alltoall_us: that of plain `alltoall`, as stock runs it.
+        alltoall_us: that of stock.
         ratio_range: the least and the most of `ratio`, by the ends of what was published; None
             where times were measured.
         num_moe_layers: MoE layers of that stage; None where they are not known.
@@ -151,6 +152,8 @@ class Plan:
         cluster: name of the cluster whose costs were used.
         stages: the choice, stage by stage.
         candidates: everything considered, the fastest first, what cannot run last.
+        stock_us: time of stock `alltoall`.
+        stock_range_us: likewise, as `range_us`.
         rates: of large messages, as text, by resource of the cluster.
         notes: assumptions.
     """
@@ -164,6 +167,8 @@ class Plan:
     range_us: tuple[float, float] | None
     stages: tuple[StageCost, ...]
     candidates: tuple[Candidate, ...]
+    stock_us: float
+    stock_range_us: tuple[float, float] | None
     rates: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
@@ -176,30 +181,22 @@ class Plan:
                 best.setdefault(entry.chain, entry)
         return best
 
-    def time_us(self, chain: str) -> float | None:
-        """Time of a chain in its best number of chunks; None where it has no price."""
-        entry = self.best.get(chain)
-        return None if entry is None else entry.predicted_us
+    def stock_time_us(self, dispatcher: str) -> float | None:
+        """Time of a dispatcher of Megatron, by its name; None where it has no price."""
+        entry = self.best.get(dispatcher)
+        return self.stock_us if dispatcher == "alltoall" else entry and entry.predicted_us
 
     @property
-    def stock_us(self) -> float | None:
-        """Time of plain `alltoall`; None where it was not priced."""
-        return self.time_us("alltoall")
-
-    @property
-    def benefit(self) -> Benefit | None:
-        """Benefit over plain `alltoall`; None where that was not priced."""
-        stock = self.best.get("alltoall")
-        if stock is None or stock.predicted_us is None:
-            return None
+    def benefit(self) -> Benefit:
+        """Benefit over stock."""
         ratios = []
-        if stock.range_us is not None and self.range_us is not None:
-            times_us = ((stock.predicted_us, *stock.range_us), (self.predicted_us, *self.range_us))
+        if self.stock_range_us is not None and self.range_us is not None:
+            times_us = (self.stock_us, *self.stock_range_us), (self.predicted_us, *self.range_us)
             ratios = [alltoall_us / us for alltoall_us, us in zip(*times_us, strict=True)]
         return Benefit(
             chain=self.chain,
             chosen_us=self.predicted_us,
-            alltoall_us=stock.predicted_us,
+            alltoall_us=self.stock_us,
             ratio_range=(min(ratios), max(ratios)) if ratios else None,
         )
 
@@ -244,7 +241,8 @@ class Selection:
         if price is chosen:
             return None
         if price not in self.rivals:
-            plainest = next(each for each in self.rivals if each.total_us == price.total_us)
+            same = price.total_us, price.peak_bytes
+            plainest = next(x for x in self.rivals if (x.total_us, x.peak_bytes) == same)
             return f"the same as {plainest.choice.name} at this layout"
         if price.total_us == chosen.total_us:
             return f"as fast as {name}, which is plainer"
@@ -316,23 +314,25 @@ def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
         ValueError: no chain can run.
     """
     selection = select_chain(shape, cluster, **settings)
-    chosen, ends = selection.price, [cluster.at_end(end) for end in get_args(End)]
+    chosen, stock = selection.price, price(shape, cluster.as_stock, ALLTOALL, 1)
 
-    def range_us(of: Price) -> tuple[float, float] | None:
+    def range_us(of: Price, cluster: Cluster) -> tuple[float, float] | None:
         """The time at both ends of what was published, the less first."""
-        if ends[0] == ends[1] or not (of is chosen or of.chain.name == "alltoall"):
+        ends = [cluster.at_end(end) for end in get_args(End)]
+        if ends[0] == ends[1]:
             return None
         low_us, high_us = sorted(
             price(shape, end, of.chain, of.num_chunks).total_us for end in ends
         )
         return low_us, high_us
 
+    chosen_range_us = range_us(chosen, cluster)
     candidates = [
         Candidate(
             chain=each.chain.name,
             num_chunks=each.num_chunks,
             predicted_us=each.total_us,
-            range_us=range_us(each),
+            range_us=chosen_range_us if each is chosen else None,
             inter_bytes=each.sent_bytes("inter"),
             intra_bytes=each.sent_bytes("intra"),
             peak_bytes=each.peak_bytes,
@@ -351,9 +351,11 @@ def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
         reason=selection.reason,
         shape=shape,
         cluster=cluster.name,
-        range_us=next(each.range_us for each in candidates if each.rejected is None),
+        range_us=chosen_range_us,
         stages=stage_costs(chosen),
         candidates=tuple(candidates),
+        stock_us=stock.total_us,
+        stock_range_us=range_us(stock, cluster.as_stock),
         rates={each: cluster.rate_of(each).in_both_units for each in cluster.resources},
     )
 

@@ -44,6 +44,8 @@ from monta_megatron.planner.traffic import (
 
 # Host work of a pass besides its stages.
 AROUND_STAGES = "around the stages"
+# Kinds of work before a program that bring the counts.
+COUNTING = ("count", "alltoall")
 # Of fp32, in which copies of a row are summed at least.
 LEAST_SUM_BYTES = 4
 
@@ -266,30 +268,37 @@ def _add_pass(
         ends = tuple(sorted(set(range(first, len(tasks))) - followed))
         return ends or ((first - 1,) if first else ())
 
-    def add_around(work: Work, waits: bool) -> None:
-        """Work of one chunk, after everything so far."""
+    def add_around(work: Work, launch_after: tuple[int, ...] = ()) -> None:
+        """Work of one chunk, after everything so far; on CPU ranks the host waits for all that."""
         ends = open_ends()
         task = Task(
             resource="memory" if work.resource == "host" else work.resource,
             us=work.times_us[0],
             launch_us=work.launch_us,
             after=ends,
-            launch_after=ends if waits else (),
+            launch_after=ends if on_host else launch_after,
         )
         works.append(work)
         tasks.append(task)
 
-    # Step 1: before the program. The host of a device waits for the counts alone.
-    waits = on_host or pass_.ids
-    around = Work(
-        pass_name=pass_.name,
-        stage=AROUND_STAGES,
-        resource="host",
-        times_us=(0.0,),
-        launch_us=(host.pass_us + (host.counts_us if pass_.ids else 0.0)) / host.speed,
-    )
-    for work in (around, *(_work_of(stage, program, cluster) for stage in traffic.before)):
-        add_around(work, waits)
+    def on_the_host(us: float) -> Work:
+        return Work(
+            pass_name=pass_.name,
+            stage=AROUND_STAGES,
+            resource="host",
+            times_us=(0.0,),
+            launch_us=us / host.speed,
+        )
+
+    # Step 1: before the program. The host launches all of it, then waits for the counts alone.
+    add_around(on_the_host(host.pass_us))
+    counted: tuple[int, ...] = ()
+    for stage in traffic.before:
+        if stage.kind in COUNTING:
+            counted = (len(tasks),)
+        add_around(_work_of(stage, program, cluster))
+    if pass_.ids:
+        add_around(on_the_host(host.counts_us), counted)
 
     # Step 2: the program.
     begin, offset, first_work = open_ends(), len(tasks), len(works)
@@ -304,14 +313,14 @@ def _add_pass(
             us=next(times[operation.series]),
             launch_us=works[first_work + operation.series].launch_us,
             after=after or begin,
-            launch_after=launch_after or (begin if waits else ()),
+            launch_after=launch_after or (begin if on_host else ()),
             copies_at_launch=operation.host == "starts",
         )
         tasks.append(task)
 
     # Step 3: after it.
     for stage in traffic.after:
-        add_around(_work_of(stage, program, cluster), on_host)
+        add_around(_work_of(stage, program, cluster))
 
 
 def _work_of(

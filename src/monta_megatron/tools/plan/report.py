@@ -56,7 +56,7 @@ class PlanReport:
         return {
             **strict_yaml.plain(planned.plan),
             "memory": planned.memory.document(),
-            "benefit": planned.benefit and planned.benefit.document(),
+            "benefit": planned.benefit.document(),
             "stock_us": planned.plan.stock_us,
             "layouts": strict_yaml.plain(planned.ranking),
             **(strict_yaml.plain(self.share) or {}),
@@ -106,8 +106,7 @@ class PlanReport:
             yield "asked", _standing(plan, self.chain)
         if self.share is not None:
             yield "iteration", self.share.text
-        if planned.benefit is not None:
-            yield "benefit", planned.benefit.text
+        yield "benefit", planned.benefit.text
         yield "needs", planned.memory.text
         yield from (("note", note) for note in plan.notes)
         rates = (f"{RESOURCE_NAMES[name]} {rate}" for name, rate in plan.rates.items())

@@ -66,7 +66,7 @@ class Planned:
         ranking: layouts that fit, where none was named.
         plan: for the layout.
         memory: of a training on a rank.
-        benefit: over stock, in an iteration; None where stock was not priced.
+        benefit: over stock, in an iteration.
     """
 
     model: Model
@@ -75,15 +75,11 @@ class Planned:
     ranking: list[RankedLayout] | None
     plan: Plan
     memory: TrainingMemory
-    benefit: Benefit | None
+    benefit: Benefit
 
 
-def plan_request(request: PlanRequest, **settings: Any) -> Planned:
+def plan_request(request: PlanRequest) -> Planned:
     """Read the files of a request, rank the layouts where it names none, and plan.
-
-    Args:
-        request: to plan.
-        settings: arguments of `planner.plan.select_chain`.
 
     Raises:
         ValueError: a file or a size is wrong, no layout fits, or no chain can run.
@@ -117,20 +113,18 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
 
     # Step 3: the chain.
     shape = shape_of_layout(model, layout, cluster.ranks_per_node, request.tokens)
-    plan = plan_shape(shape, cluster, **settings)
+    plan = plan_shape(shape, cluster)
     notes = [
         f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}"
         for name, layers in (uneven_stages(model, layout.pp) or {}).items()
     ]
 
     # Step 4: how often an iteration waits for it.
-    benefit, tokens, number = plan.benefit, shape.tokens_per_rank, None
+    tokens, number = shape.tokens_per_rank, None
     if request.global_batch_size is not None:
         number = layout.num_micro_batches(model, request.global_batch_size)
         number = math.ceil(number * layout.tokens_per_rank(model) / tokens)
-    if benefit is not None:
-        layers = most_moe_layers(model, layout.pp)
-        benefit = replace(benefit, num_moe_layers=layers, num_micro_batches=number)
+    layers = most_moe_layers(model, layout.pp)
     return Planned(
         model=model,
         cluster=cluster,
@@ -138,5 +132,5 @@ def plan_request(request: PlanRequest, **settings: Any) -> Planned:
         ranking=ranking,
         plan=replace(plan, notes=(*notes, *model.notes)),
         memory=training_memory(model, cluster, layout, tokens),
-        benefit=benefit,
+        benefit=replace(plan.benefit, num_moe_layers=layers, num_micro_batches=number),
     )
