@@ -183,8 +183,9 @@ class Plan:
 
     def stock_time_us(self, dispatcher: str) -> float | None:
         """Time of a dispatcher of Megatron, by its name; None where it has no price."""
-        entry = self.best.get(dispatcher)
-        return self.stock_us if dispatcher == "alltoall" else entry and entry.predicted_us
+        if dispatcher == "alltoall":
+            return self.stock_us
+        return self.best[dispatcher].predicted_us if dispatcher in self.best else None
 
     @property
     def benefit(self) -> Benefit:
