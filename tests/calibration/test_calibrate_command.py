@@ -5,15 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
+import golden
 import pytest
 from commands import Monta
 from interrupts import marked, started, wait_for
 
-from monta_megatron.calibration.command import Calibration, nccl_rows
+from monta_megatron.calibration.command import Calibration
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import Curve
@@ -70,41 +71,17 @@ def test_a_rank_that_dies_ends_all_and_leaves_no_file(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}
 
 
-@pytest.mark.parametrize(
-    ("operation", "resource", "ranks", "rates"),
-    [
-        # A rank of 2 x 4 sends half of its 8 parts over the network: 4 MB of 8, in 1 ms.
-        ("alltoall", "inter", 8, ((8, "8.00", "7.00"), (32, "10.00", "8.75"))),
-        # Of 5 ranks of a node it sends 4 parts of 5.
-        ("allgather", "intra", 5, ((5, "5.00", "4.00"), (20, "6.25", "5.00"))),
-        # In memory nothing is shared.
-        ("copy", "memory", 1, ((4, "4.00", None), (16, "5.00", None))),
-    ],
-)
-def test_sizes_and_rates_as_nccl_tests_counts_them(
-    operation: Any, resource: Any, ranks: int, rates: Any
-) -> None:
-    """In MB, algbw and busbw."""
-    curve = Curve(
-        operation=operation,
-        resource=resource,
-        group_size=ranks,
-        sizes_bytes=(4_000_000, 16_000_000),
-        times_us=(1000.0, 3200.0),
-    )
-    assert nccl_rows(curve, num_nodes=2) == [
-        (1_000_000 * size, us, *rate)
-        for (size, *rate), us in zip(rates, ("1000.0", "3200.0"), strict=True)
-    ]
+def test_sizes_and_rates_are_those_of_nccl_tests() -> None:
+    """A rank of 2 x 4 sends half of its 8 parts over the network, 4 MB of 8, in 1 ms.
 
-
-def test_communicators_are_printed_with_their_ctas() -> None:
-    cluster = load_cluster("h100_8x_ndr")
+    Of 5 ranks of a node it sends 4 parts of 5; in memory nothing is shared.
+    """
+    points = "4000000:1000 16000000:3200"
+    rows = ("alltoall network 8", "alltoall node_link 5", "copy memory 1")
+    curves = tuple(Curve.from_text(f"{row} {points}") for row in rows)
+    cluster = replace(load_cluster("emulated_2x4_500mbit"), curves=curves)
     report = Calibration(cluster=cluster, runs=5, ctas={"8 ranks, network": "default to 16"})
-    assert report.text().splitlines()[-2:] == [
-        "communicator of 8 ranks, network: CTAs default to 16",
-        "medians of 5 runs or more",
-    ]
+    golden.check(Path(__file__).with_name("calibration.txt"), f"{report.text()}\n")
 
 
 def test_outside_of_a_launch_it_says_how_to_start_it(

@@ -37,15 +37,15 @@ def planted_us(point: Point) -> float:
 
 
 def samples_of(points: list[Point]) -> Samples:
-    """Three of each point, of which one is far off.
+    """Three of each task, of which one takes far longer and one far shorter.
 
     In one chunk passes take 1,000 us, in 8 of 4 stages 1,224: 2 us for each of 7 x 4 x 4.
     """
-    samples = {
-        point: [Sample(planted_us(point) * noise, LAUNCH_US) for noise in (1.0, 1.0, 30.0)]
-        for point in points
+    us_of = {PASSES: 1000.0, CHUNKED_PASSES: 1224.0, **{each: planted_us(each) for each in points}}
+    return {
+        task: [Sample(us * noise, LAUNCH_US * noise) for noise in (30.0, 1.0, 0.1)]
+        for task, us in us_of.items()
     }
-    return {**samples, PASSES: [Sample(1000.0, 0.0)], CHUNKED_PASSES: [Sample(1224.0, 0.0)]}
 
 
 def test_a_point_counts_the_bytes_that_leave_a_rank() -> None:
@@ -125,8 +125,6 @@ def test_excess_of_two_together() -> None:
 @pytest.mark.parametrize("second", [1.0, 1.1, 1.5, 1.9, 2.0])
 def test_slowdowns_from_the_schedule_they_give(first: float, second: float) -> None:
     """What the planner's schedule makes of two operations is solved for what it was made with."""
-    if 1 / first + 1 / second < 1:
-        pytest.skip("slower than one after the other")
     factors = {("inter", "memory"): first, ("memory", "inter"): second}
 
     def excess(first_us: float, second_us: float) -> float:

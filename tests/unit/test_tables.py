@@ -1,11 +1,11 @@
-"""Tables and progress: aligned columns, lines."""
+"""Tables, times and progress as texts: aligned columns, three digits, lines."""
 
 from collections.abc import Sequence
 
 import pytest
 
 from monta_megatron.common import text
-from monta_megatron.common.text import Progress, table
+from monta_megatron.common.text import Progress, table, time_text
 
 COLUMNS = ["chain", ">us", "why"]
 ROWS: list[Sequence[object]] = [
@@ -38,3 +38,12 @@ def test_progress_is_lines_of_the_first_rank(
             patch.setattr(text, "SECONDS_BETWEEN_LINES", -1.0)
             progress.step()
     assert capsys.readouterr().err == "monta bench: first\nmonta bench: first: 2 of 2\n"
+
+
+def test_times_have_three_digits() -> None:
+    times_us = [0.0, 3.456, 999.4, 999.5, 99_600.0, 999_499.0, 10_840_000.0, 1.234e9]
+    texts = ["0 us", "3.46 us", "999 us", "1 ms", "99.6 ms", "999 ms", "10.8 s", "1,234 s"]
+    assert list(map(time_text, times_us)) == texts
+    # Those of one line have one unit.
+    assert time_text(250.0, beside_us=1_200.0) == "0.25 ms"
+    assert time_text(1_200.0, beside_us=250.0) == "1.2 ms"

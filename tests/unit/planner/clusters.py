@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from monta_megatron.core import Layout, Routing, Shape
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
 from monta_megatron.planner.cluster_file import load_cluster
@@ -10,6 +12,7 @@ from monta_megatron.planner.curves import Rate
 from monta_megatron.planner.routing import UniformRouting
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+GOLDEN = Path(__file__).parent / "golden"
 
 # A host that takes no time.
 INSTANT = HostCosts(
@@ -24,6 +27,11 @@ INSTANT = HostCosts(
 )
 
 
+def by_hand(name: str) -> Any:
+    """The cases of a YAML file of this folder."""
+    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+
+
 def link(gbytes_per_s: float, start_us: float = 0.0) -> Link:
     """A line by hand."""
     return Link(rate=Rate(gbytes_per_s), start_us=start_us, source="by hand")
@@ -32,6 +40,13 @@ def link(gbytes_per_s: float, start_us: float = 0.0) -> Link:
 def preset(name: str) -> Cluster:
     """A cluster of configs/clusters."""
     return load_cluster(CONFIGS / "clusters" / f"{name}.yaml")
+
+
+# With PyTorch's operations.
+A800, H100, GB200 = (
+    preset(name).with_kernels(fused=False)
+    for name in ("a800_2x8_ib200", "h100_8x_ndr", "gb200_nvl72")
+)
 
 
 def cluster_of(

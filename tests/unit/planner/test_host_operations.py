@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheel
 import launch_counts
 from fake_world import fake_world
 from launch_counts import LaunchCounter, count_launches
+from stream_recorder import Recorder
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import Kind, Operation, Pass, Policy, RowFormat
@@ -58,10 +59,9 @@ def issued_by(chain: str, kernels: str) -> tuple[tuple[Issued, ...], int]:
     counters: list[LaunchCounter] = []
     issued: list[Issued] = []
 
-    class Counter(LaunchCounter):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            counters.append(self)
+    def counter_of(recorder: Recorder) -> LaunchCounter:
+        counters.append(LaunchCounter(recorder))
+        return counters[-1]
 
     def counted(do: Callable[..., Any]) -> Callable[..., Any]:
         def do_counted(buffers: Buffers, operation: Operation) -> Any:
@@ -79,7 +79,7 @@ def issued_by(chain: str, kernels: str) -> tuple[tuple[Issued, ...], int]:
     module, table, _ = TABLES[kernels]
     operations = {kind: counted(do) for kind, do in getattr(module, table).items()}
     with (
-        mock.patch.object(launch_counts, "LaunchCounter", Counter),
+        mock.patch.object(launch_counts, "LaunchCounter", counter_of),
         mock.patch.object(launch_counts, "HIDDEN", HIDDEN),
         mock.patch.object(module, table, operations),
     ):

@@ -1,16 +1,14 @@
 """The choice: answers that are known, where they flip, how long they take."""
 
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
+from unittest import mock
 
 import pytest
-from clusters import CONFIGS, preset, shape_of
+from clusters import A800, GB200, H100, shape_of
+from run_python import run_python
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.core import Shape
@@ -25,28 +23,16 @@ from monta_megatron.planner.layout import (
     shape_of_layout,
 )
 from monta_megatron.planner.model import load_model
-from monta_megatron.planner.plan import Plan, plan
-
-A800 = preset("a800_2x8_ib200").with_kernels(fused=False)
-H100 = preset("h100_8x_ndr").with_kernels(fused=False)
-GB200 = preset("gb200_nvl72").with_kernels(fused=False)
+from monta_megatron.planner.plan import plan
 
 SLOWER_AND_SLOWER = [1e3, 4, 2, 1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64]
-NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-
-
-@pytest.fixture
-def without_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest is chosen, however plain the next."""
-    monkeypatch.setattr(planner_plan, "MARGIN", 0.0)
-
-
-no_margin = pytest.mark.usefixtures("without_margin")
+# The fastest is chosen, however plain the next.
+no_margin = mock.patch.object(planner_plan, "MARGIN", 0.0)
 
 
 def shape_of_preset(name: str, ep: int, etp: int = 1, tokens: int = 4096) -> Shape:
     """Of a model preset, on nodes of 8."""
-    model = load_model(CONFIGS / "models" / f"{name}.yaml")
+    model = load_model(name)
     return shape_of_layout(model, ParallelLayout(world_size=ep * etp, ep=ep, etp=etp), 8, tokens)
 
 
@@ -80,39 +66,23 @@ def test_known_choices(fused: bool) -> None:
 
 
 @no_margin
-@pytest.mark.parametrize(
-    ("values", "choose", "first", "last"),
-    [
-        # More experts per token: one copy for each rank.
-        (
-            [1, 2, 3, 4, 6, 8],
-            lambda topk, chains: plan(shape_of(8, topk=topk), A800, chains=chains),
-            "alltoall",
-            "alltoall_dedup",
-        ),
-        # A faster network: flat.
-        (
-            [0.25, 0.5, 1, 2, 4, 8, 16, 32],
-            lambda ratio, chains: plan(shape_of(16), A800.at_rate("inter", ratio), chains=chains),
-            "hierarchical_alltoall",
-            "alltoall_dedup",
-        ),
-        # A slower host: serial.
-        (
-            SLOWER_AND_SLOWER,
-            lambda speed, chains: plan(paper_shape(), on_host(A800, speed), chains=chains),
-            "alltoall_allgather",
-            "alltoall",
-        ),
-    ],
-)
-def test_choices_flip_once(
-    values: list[float], choose: Callable[..., Plan], first: str, last: str
-) -> None:
-    """`first` up to some value, `last` from the next one on."""
-    names = [choose(value, (first, last)).chain for value in values]
-    flip = names.index(last)
-    assert names == [first] * flip + [last] * (len(names) - flip) and flip > 0
+def test_choices_flip_once() -> None:
+    """The first chain up to some case, the second from the next one on."""
+    # More experts per token: one copy for each rank.
+    experts = [(shape_of(8, topk=topk), A800) for topk in (1, 2, 3, 4, 6, 8)]
+    # A faster network: flat.
+    ratios = (0.25, 0.5, 1, 2, 4, 8, 16, 32)
+    networks = [(shape_of(16), A800.at_rate("inter", ratio)) for ratio in ratios]
+    # A slower host: serial.
+    hosts = [(paper_shape(), on_host(A800, speed)) for speed in SLOWER_AND_SLOWER]
+    for cases, first, last in (
+        (experts, "alltoall", "alltoall_dedup"),
+        (networks, "hierarchical_alltoall", "alltoall_dedup"),
+        (hosts, "alltoall_allgather", "alltoall"),
+    ):
+        names = [plan(*case, chains=(first, last)).chain for case in cases]
+        flip = names.index(last)
+        assert names == [first] * flip + [last] * (len(names) - flip) and flip > 0
 
 
 @no_margin
@@ -128,27 +98,41 @@ def test_bytes_take_more_chunks_and_a_slow_host_fewer() -> None:
 
 
 @no_margin
-def test_the_margin_goes_to_the_plainer_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_margin_goes_to_the_plainer_chain() -> None:
     strict = plan(shape_of(16), A800)
-    monkeypatch.setattr(planner_plan, "MARGIN", 10.0)
-    generous = plan(shape_of(16), A800)
-    assert strict.predicted_us == min(
-        entry.predicted_us for entry in strict.candidates if entry.predicted_us is not None
-    )
+    assert strict.predicted_us == min(e.predicted_us for e in strict.candidates if e.predicted_us)
+    with mock.patch.object(planner_plan, "MARGIN", 10.0):
+        generous = plan(shape_of(16), A800)
     assert (generous.chain, generous.num_chunks) == ("alltoall", 1)
 
 
-def test_every_candidate_is_there_with_its_reason() -> None:
-    found = plan(shape_of(2, 8, num_experts=8, topk=2), A800)
+@pytest.mark.parametrize(
+    ("shape", "refused", "why"),
+    [
+        (
+            shape_of(2, 8, num_experts=8, topk=2),
+            {"alltoall_dedup", "hierarchical_alltoall"},
+            "expert_tensor_parallel_size is 8",
+        ),
+        # EP 3 on nodes of 2: the flat chains remain.
+        (
+            shape_of(3, ranks_per_node=2, num_experts=12, topk=2),
+            {"hierarchical_allgather", "hierarchical_alltoall"},
+            "not evenly in order",
+        ),
+    ],
+)
+def test_every_candidate_is_there_with_its_reason(
+    shape: Shape, refused: set[str], why: str
+) -> None:
+    found = plan(shape, A800)
     assert {entry.chain for entry in found.candidates} == set(CHAINS)
-    assert [entry for entry in found.candidates if entry.rejected is None] == [
-        entry
-        for entry in found.candidates
-        if (entry.chain, entry.num_chunks) == (found.chain, found.num_chunks)
+    chosen = [entry for entry in found.candidates if entry.rejected is None]
+    assert [(entry.chain, entry.num_chunks) for entry in chosen] == [
+        (found.chain, found.num_chunks)
     ]
-    refused = [entry for entry in found.candidates if entry.predicted_us is None]
-    assert {entry.chain for entry in refused} == {"alltoall_dedup", "hierarchical_alltoall"}
-    assert all("expert_tensor_parallel_size is 8" in str(entry.rejected) for entry in refused)
+    reasons = {e.chain: str(e.rejected) for e in found.candidates if e.predicted_us is None}
+    assert reasons.keys() == refused and all(why in reason for reason in reasons.values())
 
 
 def test_what_does_the_same_is_no_rival() -> None:
@@ -171,16 +155,8 @@ def test_stages_add_up_to_the_candidate() -> None:
     for resource, ranks in (("inter_bytes", 8), ("intra_bytes", 7)):
         expected = 2 * 16 * ranks * 512 * (8196 + 8192)
         assert getattr(entry, resource) == expected
-        sent = {stage.stage: 0 for stage in found.stages}
-        for stage in found.stages:
-            sent[stage.stage] += getattr(stage, resource)
-        assert sum(sent.values()) - sent["exchange of counts"] == expected
-
-
-def test_uneven_nodes_have_no_rails() -> None:
-    # EP 3 on nodes of 2: the flat chains remain.
-    uneven = plan(shape_of(3, ranks_per_node=2, num_experts=12, topk=2), A800)
-    assert uneven.chain in ("alltoall", "alltoall_allgather", "alltoall_dedup", "allgather")
+        stages = (stage for stage in found.stages if stage.stage != "exchange of counts")
+        assert sum(getattr(stage, resource) for stage in stages) == expected
 
 
 def test_no_tokens_at_all_can_be_planned() -> None:
@@ -196,7 +172,7 @@ def test_the_hash_of_a_rule_is_the_same_in_every_process() -> None:
 # EP 256 on racks of 72: 32 ranks, 3 x 72, and 8.
 @pytest.mark.parametrize(("cluster", "ep"), [(H100, 64), (GB200, 256)])
 def test_4096_ranks_are_planned_at_once(cluster: Cluster, ep: int) -> None:
-    model = load_model(CONFIGS / "models" / "deepseek_v3.yaml")
+    model = load_model("deepseek_v3")
     layout = ParallelLayout(world_size=4096, ep=ep)
     times = []
     for _ in range(10):
@@ -209,52 +185,35 @@ def test_4096_ranks_are_planned_at_once(cluster: Cluster, ep: int) -> None:
     assert min(times) < 3 * 0.050
 
 
-def cpu_s(cache: Path, *command: str) -> tuple[float, str]:
-    """The least CPU time of a new Python process in four runs, and what it says.
-
-    Args:
-        cache: for bytecode, which an installation has.
-        command: of Python.
-    """
-    environ = {name: value for name, value in os.environ.items() if name != NO_BYTECODE}
+def cpu_s(cache: Path, *command: str) -> float:
+    """The least CPU time of four new Python processes, with a cache of bytecode."""
     times_s = []
     for _ in range(4):
         before_s = sum(getrusage(RUSAGE_CHILDREN)[:2])
-        run = subprocess.run(
-            [sys.executable, *command],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env={**environ, "PYTHONPYCACHEPREFIX": str(cache)},
-        )
+        run = run_python(*command, PYTHONPYCACHEPREFIX=str(cache), PYTHONDONTWRITEBYTECODE="")
+        assert run.returncode == 0, run.stderr
         times_s.append(sum(getrusage(RUSAGE_CHILDREN)[:2]) - before_s)
-    return min(times_s), run.stderr
+    return min(times_s)
 
 
 def test_a_plan_starts_without_torch(tmp_path: Path) -> None:
     """At most three times as long as the two libraries that it reads and computes with."""
-    command = ["plan", "--model", "deepseek_v3", "--cluster", "h100_8x_ndr", "--ep", "64"]
-    _, imported = cpu_s(tmp_path, "-X", "importtime", "-m", "monta_megatron", *command)
-    plan_s, _ = cpu_s(tmp_path, "-m", "monta_megatron", *command)
-    least_s, _ = cpu_s(tmp_path, "-c", "import numpy, yaml")
+    command = ["-m", "monta_megatron", "plan", "--model", "deepseek_v3", "--ep", "64"]
+    command += ["--cluster", "h100_8x_ndr"]
+    imported = run_python("-X", "importtime", *command).stderr
     assert "numpy" in imported and "torch" not in imported.replace("torch_private", "")
+    plan_s, least_s = cpu_s(tmp_path, *command), cpu_s(tmp_path, "-c", "import numpy, yaml")
     assert plan_s <= 3 * least_s, (plan_s, least_s)
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_experts", "ranks_per_node", "nodes"),
-    [
-        (ParallelLayout(world_size=32, ep=16), 64, 8, (0,) * 8 + (1,) * 8),
-        # Six consecutive ranks on nodes of 4: 4 + 2, then 2 + 4.
-        (ParallelLayout(world_size=12, ep=6), 6, 4, (0, 0, 0, 0, 1, 1)),
-        # Three on nodes of 4: 3, then 1 + 2.
-        (ParallelLayout(world_size=12, ep=3), 6, 4, (0, 1, 1)),
-        # An exchange that is part of a node: two of them in one.
-        (ParallelLayout(world_size=16, ep=2, etp=2), 4, 8, (0, 0, 0, 0)),
-    ],
-)
-def test_the_exchange_on_the_most_nodes(
-    layout: ParallelLayout, num_experts: int, ranks_per_node: int, nodes: tuple[int, ...]
-) -> None:
-    assert exchange_of(layout, num_experts, ranks_per_node).nodes == nodes
+def test_the_exchange_on_the_most_nodes() -> None:
+    def nodes(num_experts: int, ranks_per_node: int, **sizes: int) -> tuple[int, ...]:
+        return exchange_of(ParallelLayout(**sizes), num_experts, ranks_per_node).nodes
+
+    assert nodes(64, 8, world_size=32, ep=16) == (0,) * 8 + (1,) * 8
+    # Six consecutive ranks on nodes of 4: 4 + 2, then 2 + 4.
+    assert nodes(6, 4, world_size=12, ep=6) == (0, 0, 0, 0, 1, 1)
+    # Three on nodes of 4: 3, then 1 + 2.
+    assert nodes(6, 4, world_size=12, ep=3) == (0, 1, 1)
+    # An exchange that is part of a node: two of them in one.
+    assert nodes(4, 8, world_size=16, ep=2, etp=2) == (0, 0, 0, 0)

@@ -4,25 +4,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from clusters import INSTANT, cluster_of, layout_of, link, preset, shape_of
+from clusters import H100, INSTANT, by_hand, cluster_of, layout_of, link, shape_of
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import message_size
-from monta_megatron.core import Shape
 from monta_megatron.planner.price import AROUND_STAGES, Price, Work, price
 
-# Two nodes of two ranks: 1 GB/s for each rank between nodes, 10 inside, copies in no time.
+PRICES = by_hand("prices")
 BY_HAND = cluster_of(link(1.0), link(10.0), link(1e9), ranks=2, nics=2)
-H100 = preset("h100_8x_ndr").with_kernels(fused=False)
-
-
-def by_hand_shape(ep: int, etp: int) -> Shape:
-    """600 tokens of 1,000 bytes, top-2 of 4 experts.
-
-    Of a rank's 1,200 pairs a quarter goes to each expert. A token has an expert on a node with
-    1 - 1/C(4, 2) = 5/6, hence 500 tokens, and on a rank at EP 4 with 1/2, hence 300.
-    """
-    return shape_of(ep, etp, ranks_per_node=2, num_experts=4, topk=2, tokens=600, hidden=500)
 
 
 def works(found: Price, pass_name: str, stage: str | None = None) -> list[Work]:
@@ -31,61 +20,25 @@ def works(found: Price, pass_name: str, stage: str | None = None) -> list[Work]:
     ]
 
 
-# A pair has a probability of 4 bytes, a token 2 of them and 2 ids of 4: with them 1,016 bytes, or
-# 1,024 where all lie in one message. Ids go out in dispatch alone, probabilities come back.
-#
-#   alltoall                300 pairs to each of 2 ranks of the other node, and to 1 of this one
-#   allgather               600 tokens to each of them: a ring crosses once per node, half of it by
-#                           each NIC; parts of sums go back to every rank
-#   alltoall_dedup          300 tokens to each rank
-#   alltoall_allgather      EP 2 x ETP 2: 600 pairs to the other node; 1,200 to the other ETP rank
-#   hierarchical_allgather  500 tokens to the other node; 500 of each node to the other rank
-#   hierarchical_alltoall   500 tokens to the other node; of 1,200 half to the other rank
-# Rows of each hop of dispatch to the other node and inside of this one, and bytes of a row in
-# dispatch, combine and dispatch backward.
-ROWS: dict[str, tuple[list[tuple[int, int]], tuple[int, int, int]]] = {
-    "alltoall": ([(600, 300)], (1004, 1000, 1004)),
-    "allgather": ([(1200, 600)], (1016, 1000, 1008)),
-    "alltoall_dedup": ([(600, 300)], (1024, 1000, 1008)),
-    "alltoall_allgather": ([(600, 0), (0, 1200)], (1004, 1000, 1004)),
-    "hierarchical_allgather": ([(500, 0), (0, 1000)], (1024, 1000, 1008)),
-    "hierarchical_alltoall": ([(500, 0), (0, 600)], (1024, 1000, 1008)),
-}
-# One after the other: dispatch, combine, combine backward, dispatch backward, in us.
-ONE_CHUNK_US = {
-    "alltoall": 602.4 + 600 + 600 + 602.4,
-    "allgather": 609.6 + 1200 + 600 + 1209.6,
-    "alltoall_dedup": 614.4 + 600 + 600 + 604.8,
-    "alltoall_allgather": 602.4 + 120.48 + 2 * (600 + 120) + 602.4 + 120.48,
-    "hierarchical_allgather": 512 + 102.4 + 2 * (500 + 100) + 504 + 100.8,
-    "hierarchical_alltoall": 512 + 61.44 + 2 * (500 + 60) + 504 + 60.48,
-}
-# In two chunks the last node hop of a pass, or the first, of the small chunk alone is not hidden:
-# a third of permuted tokens, whose messages are packed (1,008 bytes), or 3/8 of tokens.
-TWO_CHUNKS_US = {
-    "alltoall_allgather": 604.8 + 40.32 + 2 * (600 + 40) + 604.8 + 40.32,
-    "hierarchical_allgather": 512 + 38.4 + 2 * (500 + 37.5) + 504 + 37.8,
-    "hierarchical_alltoall": 512 + 23.04 + 2 * (500 + 22.5) + 504 + 22.68,
-}
-
-
 @pytest.mark.parametrize("chain", CHAINS)
 def test_known_answers_on_two_nodes_of_two(chain: str) -> None:
-    shape = by_hand_shape(*((2, 2) if chain == "alltoall_allgather" else (4, 1)))
-    found = price(shape, BY_HAND, CHAINS[chain], 1)
-    hops, row_bytes = ROWS[chain]
+    case = PRICES[chain]
+    shape = shape_of(
+        *case["layout"], ranks_per_node=2, num_experts=4, topk=2, tokens=600, hidden=500
+    )
+    found, hops = price(shape, BY_HAND, CHAINS[chain], 1), case["rows"]
     passes = (("dispatch", hops), ("combine", hops[::-1]), ("dispatch_backward", hops[::-1]))
-    for (pass_name, rows), size in zip(passes, row_bytes, strict=True):
+    for (pass_name, rows), size in zip(passes, case["row_bytes"], strict=True):
         assert [
             tuple(work.traffic.sent_bytes(resource, [1]) for resource in ("inter", "intra"))
             for work in works(found, pass_name)
             if work.traffic and work.resource != "memory" and work.stage != "exchange of counts"
         ] == [pytest.approx((inter * size, intra * size)) for inter, intra in rows]
     # The exchange of a few counts takes 0.05 to 0.6 us.
-    assert found.total_us == pytest.approx(ONE_CHUNK_US[chain], abs=0.1)
-    if chain in TWO_CHUNKS_US:
+    assert found.total_us == pytest.approx(sum(case["one_chunk_us"]), abs=0.1)
+    if "two_chunks_us" in case:
         pipelined = price(shape, BY_HAND, CHAINS[chain], 2)
-        assert pipelined.total_us == pytest.approx(TWO_CHUNKS_US[chain], abs=0.7)
+        assert pipelined.total_us == pytest.approx(sum(case["two_chunks_us"]), abs=0.7)
 
 
 def test_the_host_is_ahead_by_what_the_device_has_left_to_do() -> None:
@@ -173,27 +126,24 @@ def test_a_group_that_crosses_nodes_is_priced_beside_others() -> None:
     assert resources["allgather"] == "inter" and resources["alltoall"] == "inter"
 
 
-@pytest.mark.parametrize(
-    ("chain", "policy", "ranks_per_node", "starts", "launches"),
-    [
+def test_every_message_of_a_collective_starts_by_itself() -> None:
+    """Each start takes 5 us of the link, each launch 10 us of the host."""
+    host = replace(INSTANT, collective_us=10.0)
+    for chain, policy, ranks_per_node, starts, launches in (
         # Rows and probabilities of `alltoall` in one chunk; behind a copy they share a message.
         ("alltoall", "streams", 8, 2, 2),
         ("alltoall_dedup", "streams", 8, 1, 1),
         # On CPU ranks they start together between nodes alone.
         ("alltoall", "host", 8, 2, 2),
         ("alltoall", "host", 1, 1, 2),
-    ],
-)
-def test_every_message_of_a_collective_starts_by_itself(
-    chain: str, policy: str, ranks_per_node: int, starts: int, launches: int
-) -> None:
-    links = [link(1e9, 5.0)] * 3
-    host = replace(INSTANT, collective_us=10.0)
-    cluster = cluster_of(*links, ranks=ranks_per_node, policy=policy, host=host)
-    found = price(shape_of(8, ranks_per_node=ranks_per_node), cluster, CHAINS[chain], 1, "forward")
-    (exchange,) = works(found, "dispatch", "alltoall")
-    assert exchange.times_us == pytest.approx([starts * 5.0], abs=0.1)
-    assert exchange.launch_us == launches * 10
+    ):
+        links = [link(1e9, 5.0)] * 3
+        cluster = cluster_of(*links, ranks=ranks_per_node, policy=policy, host=host)
+        shape = shape_of(8, ranks_per_node=ranks_per_node)
+        found = price(shape, cluster, CHAINS[chain], 1, "forward")
+        (exchange,) = works(found, "dispatch", "alltoall")
+        assert exchange.times_us == pytest.approx([starts * 5.0], abs=0.1)
+        assert exchange.launch_us == launches * 10
 
 
 def test_the_counts_of_a_chain_are_priced() -> None:
@@ -201,12 +151,10 @@ def test_the_counts_of_a_chain_are_priced() -> None:
 
     With the hierarchy its node and the 8 ranks there too, for each of 8 blocks.
     """
-    chains = [CHAINS[name] for name in ("alltoall", "hierarchical_alltoall")]
     layout = layout_of(16, 1, 8, 64)
-    assert message_size(chains, layout, 8) == 8 * (5 + 4 + 1 + 8)
-    assert message_size(chains[:1], layout, 8) == 5 + 4
     # In 4 bytes each: to 7 ranks of this node, and to the 8 of the other one.
-    for chain, size in (("alltoall", 9), ("hierarchical_alltoall", 8 * 18)):
+    for chain, size in (("alltoall", 5 + 4), ("hierarchical_alltoall", 8 * (5 + 4 + 1 + 8))):
+        assert message_size((CHAINS[chain],), layout, 8) == size
         found = price(shape_of(16), H100, CHAINS[chain], 4, "forward")
         (work,) = works(found, "dispatch", "exchange of counts")
         assert work.traffic is not None and work.traffic.operation == "alltoall"

@@ -1,12 +1,14 @@
 """One rank in place of all that do the same: which they are, and that the plan stays as it is."""
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 from clusters import layout_of, preset, shape_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from monta_megatron.core import Layout, Routing
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.plan import plan
 from monta_megatron.planner.routing import UniformRouting
@@ -29,45 +31,41 @@ H100 = replace(preset("h100_8x_ndr"), ranks_per_node=4, nics_per_node=2)
 CLUSTERS = (H100, replace(H100, nics_per_node=4), preset("emulated_2x4_500mbit"))
 
 
-def nodes_of(ep: int, etp: int, draw: Random) -> tuple[int, ...]:
-    """Filled from somewhere in the first one on, in turn, or anyhow."""
-    ranks, num_nodes, first = range(ep * etp), draw.randint(1, 4), draw.randint(0, 3)
-    return draw.choice(
-        (
-            tuple((first + rank) // 4 for rank in ranks),
-            tuple(rank % num_nodes for rank in ranks),
-            tuple(draw.randrange(num_nodes) for _ in ranks),
-        )
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """12 experts on nodes filled from somewhere in the first one on, in turn, or anyhow."""
+    ep, etp = draw(st.sampled_from((2, 3, 4, 6, 12))), draw(st.sampled_from((1, 2)))
+    ranks, num_nodes, first = range(ep * etp), draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    of_rank = st.integers(0, num_nodes - 1)
+    nodes = draw(
+        st.just([(first + rank) // 4 for rank in ranks])
+        | st.just([rank % num_nodes for rank in ranks])
+        | st.lists(of_rank, min_size=len(ranks), max_size=len(ranks))
     )
+    return replace(layout_of(ep, etp, 4, 12), nodes=tuple(nodes))
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_the_plan_is_that_of_all_ranks(seed: int) -> None:
-    """12 experts, top-3; of 4 groups, half of a rank's experts may lie in the next."""
-    draw = Random(seed)
-    ep, etp, num_groups = draw.choice((2, 3, 4, 6, 12)), draw.choice((1, 2)), draw.choice((1, 2, 4))
-    nodes, cluster = nodes_of(ep, etp, draw), draw.choice(CLUSTERS)
-    plans = []
-    for routing in (UniformRouting, RankByRank):
-        shape = shape_of(
-            ep,
-            etp,
-            num_experts=12,
-            tokens=1000,
-            routing=routing(
-                num_experts=12, topk=3, num_groups=num_groups, group_topk=max(num_groups // 2, 1)
-            ),
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(layouts(), st.sampled_from(CLUSTERS), st.sampled_from((1, 2, 4)))
+def test_the_plan_is_that_of_all_ranks(layout: Layout, cluster: Cluster, num_groups: int) -> None:
+    """Top-3; of 4 groups, half of a rank's experts may lie in the next."""
+    groups = {"num_groups": num_groups, "group_topk": max(num_groups // 2, 1)}
+    shape = replace(shape_of(2, tokens=1000), layout=layout)
+    found, expected = (
+        plan(
+            replace(shape, routing=routing(num_experts=12, topk=3, **groups)),
+            cluster,
+            num_chunks=(1, 3),
         )
-        shape = replace(shape, layout=replace(shape.layout, nodes=nodes))
-        plans.append(plan(shape, cluster, num_chunks=(1, 3)))
-    found, expected = plans
+        for routing in (UniformRouting, RankByRank)
+    )
     assert (found.chain, found.num_chunks) == (expected.chain, expected.num_chunks)
     # The same sums in another order.
-    numbers = ("predicted_us", "inter_bytes", "intra_bytes", "peak_bytes")
-    for name in numbers:
-        assert [getattr(entry, name) or 0 for entry in found.candidates] == pytest.approx(
-            [getattr(entry, name) or 0 for entry in expected.candidates], rel=1e-12
+    for name in ("predicted_us", "inter_bytes", "intra_bytes", "peak_bytes"):
+        of_one, of_all = (
+            [getattr(e, name) or 0 for e in of.candidates] for of in (found, expected)
         )
+        assert of_one == pytest.approx(of_all, rel=1e-12)
 
 
 def test_ranks_that_stand_for_others() -> None:

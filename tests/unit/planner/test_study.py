@@ -22,19 +22,8 @@ from monta_megatron.planner.plan import NUM_CHUNKS
 from monta_megatron.planner.tuning import ROUNDS
 
 RANKS_PER_NODE = 8
-CLUSTERS = {
-    name: preset(name)
-    for name in (
-        "a100_hdr",
-        "a100_pcie_hdr",
-        "a800_2x8_ib200",
-        "a800_4x200_roce",
-        "b300_efa_p6",
-        "h100_8x_ndr",
-        "h100_efa_p5",
-        "h800_8x_ndr",
-    )
-}
+NAMES = "a100_hdr a100_pcie_hdr a800_2x8_ib200 a800_4x200_roce b300_efa_p6 h100_8x_ndr h100_efa_p5"
+CLUSTERS = {name: preset(name) for name in [*NAMES.split(), "h800_8x_ndr"]}
 # The right GPU with a wrong network.
 SAME_GPU = ({"h100_8x_ndr", "h100_efa_p5"}, {"a800_2x8_ib200", "a800_4x200_roce"})
 TP, EP, ETP = (1, 2), (8, 16, 32, 64), (1, 2, 8)
