@@ -53,12 +53,14 @@ def test_the_benefit_by_hand(monta: Monta) -> None:
     benefit, us = planned["benefit"], planned["predicted_us"]
     # 94 layers in 4 stages: one has 24; 512 sequences of 16 data parallel ranks.
     assert (benefit["num_moe_layers"], benefit["num_micro_batches"]) == (24, 32)
-    by_chain = {entry["chain"]: entry["predicted_us"] for entry in planned["candidates"]}
-    assert planned["stock_us"] == by_chain["alltoall"]
-    assert benefit["ratio"] == pytest.approx(by_chain["alltoall"] / us)
-    assert benefit["saved_us"] == pytest.approx(by_chain["alltoall"] - us)
+    # Stock binds no chain, part of which the permutation hides; hosts are 1.25 times as fast.
+    ours_us = {each["chain"]: each["predicted_us"] for each in planned["candidates"]}["alltoall"]
+    stock_us = planned["stock_us"]
+    assert ours_us - (471 - 30) / 1.25 <= stock_us < ours_us
+    assert benefit["ratio"] == pytest.approx(stock_us / us)
+    assert benefit["saved_us"] == pytest.approx(stock_us - us)
     assert benefit["saved_s_per_iteration"] == pytest.approx(benefit["saved_us"] * 24 * 32 / 1e6)
-    assert planned["exchange_share"] == pytest.approx(by_chain["alltoall"] * 24 * 32 / 9e6)
+    assert planned["exchange_share"] == pytest.approx(stock_us * 24 * 32 / 9e6)
     assert planned["saved_share"] == pytest.approx(benefit["saved_us"] * 24 * 32 / 9e6)
     assert monta.document(*words)["benefit"]["saved_s_per_iteration"] is None
 

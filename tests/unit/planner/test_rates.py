@@ -45,8 +45,8 @@ def test_a_price_has_the_range_of_the_published_rates() -> None:
     measured = replace(cluster, network=link(47.0), memory=link(2475.0), host=INSTANT)
     assert measured.at_end(0) == measured.at_end(1)
     found = plan(shape_of(16), cluster)
-    ranges = {each.chain: each.range_us for each in found.candidates if each.range_us}
-    assert ranges.keys() == {found.chain, "alltoall"} and ranges[found.chain] == found.range_us
+    (range_us,) = (each.range_us for each in found.candidates if each.range_us)
+    assert range_us == found.range_us and range_us[0] <= found.predicted_us <= range_us[1]
 
 
 def test_presets_are_short_and_written_as_they_are_read() -> None:

@@ -33,9 +33,6 @@ def simulate(stages: Sequence[Stage], factor: Factor, policy: Policy = "streams"
     ]
     tasks = [
         Task(
-            work=each.series,
-            chunk=each.chunk,
-            operation=each.number,
             resource=each.resource,
             us=stages[each.series].work.times_us[each.chunk],
             launch_us=stages[each.series].work.launch_us,

@@ -14,16 +14,17 @@ PARAMETERS = QWEN.num_parameters or 0
 
 
 def test_what_is_held_by_hand() -> None:
-    # The largest of 4 stages has 24 of 94 layers. Weights and gradients in 2 + 4 bytes, 12 of the
-    # optimizer sharded over 8 replicas of the experts and 64 / 4 of what is dense.
-    experts = QWEN.num_expert_parameters
-    dense = PARAMETERS - experts
-    state_bytes = 24 / 94 * (experts / 16 * (6 + 12 / 2) + dense / 2 * (6 + 12 / 16))
-    # Logits of 2,048 tokens in bf16 and fp32.
-    logits_bytes = 2048 * 151936 * (2 + 4)
+    # The first of 4 stages has 24 of 94 layers and a table, the last 22, a table, and the logits of
+    # its tokens in bf16 and fp32: the longer sequence is where the last is the largest.
+    table, experts, dense = 151936 * 4096, 128 * 3 * 4096 * 1536, (QWEN.layer_parameters or (0,))[0]
     layout = ParallelLayout(world_size=128, tp=2, ep=16, pp=4)
-    needed_bytes = training_memory(QWEN, preset("h100_8x_ndr"), layout, 2048).needed_bytes
-    assert needed_bytes == pytest.approx(state_bytes + logits_bytes)
+    for layers, logits, tokens in ((24, 0, 2048), (22, 151936 * (2 + 4), 65536)):
+        # Weights and gradients in 2 + 4 bytes, 12 of the optimizer sharded over 2 replicas of the
+        # experts and 16 of what is dense.
+        state_bytes = layers * experts / 16 * (6 + 12 / 2)
+        state_bytes += (layers * dense + table) / 2 * (6 + 12 / 16)
+        needed_bytes = training_memory(QWEN, preset("h100_8x_ndr"), layout, tokens).needed_bytes
+        assert needed_bytes == pytest.approx(state_bytes + tokens * logits)
     # In fp32 there are no master weights: two moments of 4 bytes beside weights and gradients.
     alone = ParallelLayout(world_size=1)
     for model, per_parameter in ((replace(QWEN, value_bytes=4), 16), (QWEN, 18)):
