@@ -45,7 +45,7 @@ def test_a_tenth_of_the_memory_is_left_free(
 
 def test_no_layout_that_does_not_fit_is_ranked() -> None:
     cluster = replace(preset("h100_8x_ndr"), memory_gb_per_rank=8)
-    with pytest.raises(ValueError, match=r"no \(tp, ep, etp\) with cp 1 and pp 4 fits .* 10% of head"):
+    with pytest.raises(ValueError, match=r"no \(tp, ep, etp\) with cp 1 and pp 4 fits"):
         rank_layouts(QWEN, cluster, 128, None, pp=4)
     # Whether a model fits whose parameters cannot be counted is not known.
     unknown = replace(QWEN, num_parameters=None)
