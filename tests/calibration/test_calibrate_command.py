@@ -79,7 +79,9 @@ def test_sizes_and_rates_are_those_of_nccl_tests() -> None:
     points = "4000000:1000 16000000:3200"
     rows = ("alltoall network 8", "alltoall node_link 5", "copy memory 1")
     curves = tuple(Curve.from_text(f"{row} {points}") for row in rows)
-    cluster = replace(load_cluster("emulated_2x4_500mbit"), curves=curves)
+    cluster = load_cluster("emulated_2x4_500mbit")
+    contention = (("network", "memory", 1.1),)
+    cluster = replace(cluster, curves=curves, contention=contention)
     report = Calibration(cluster=cluster, runs=5, ctas={"8 ranks, network": "default to 16"})
     golden.check(Path(__file__).with_name("calibration.txt"), f"{report.text()}\n")
 

@@ -21,6 +21,7 @@ PRICES = {"a": [100.0], "h": [60.0, 50.0, 55.0, 70.0], "d": [90.0, 80.0, 85.0, 9
 
 
 def name_of(choice: Choice) -> str:
+    """As the files of cases write it."""
     return f"{LETTERS[choice.chain]}{choice.num_chunks}{'+' if choice.splits_experts else ''}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clusters import CONFIGS, cluster_of, link, preset
+from clusters import CONFIGS, by_hand, cluster_of, link, preset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -170,22 +170,8 @@ def test_published_curves_predict_sizes_that_are_left_out() -> None:
     assert np.quantile(errors, 0.9) <= 0.15
 
 
-@pytest.mark.parametrize(
-    ("nodes", "size_bytes", "bus_gbytes_per_s"), [(4, 2**26, 45.1), (8, 2**26, 40.4)]
-)
-def test_large_messages_on_efa(nodes: int, size_bytes: int, bus_gbytes_per_s: float) -> None:
-    """awslabs/awsome-distributed-ai 95b939cd; bus bandwidth is size / time * (n - 1) / n."""
-    ranks = 8 * nodes
-    moved = size_bytes * (ranks - 8) / ranks
-    us = preset("h100_efa_p5").time_us("alltoall", "inter", moved, ranks, 8)
-    assert size_bytes / us * 1e-3 * (ranks - 1) / ranks == pytest.approx(bus_gbytes_per_s, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("kib", "us"),
-    [(1, 100), (64, 122), (128, 130), (256, 154), (256, 161), (512, 204), (512, 213), (1024, 303)],
-)
-def test_small_messages_on_efa(kib: int, us: float) -> None:
-    """16 ranks on 2 nodes: bottlerocket-kernel-kit issues 424 and 313."""
-    found = preset("h100_efa_p5").time_us("alltoall", "inter", kib * 1024 / 2, 16, 8)
-    assert found == pytest.approx(us, rel=0.3)
+@pytest.mark.parametrize("case", by_hand("efa"))
+def test_measured_messages_on_efa(case: dict[str, float]) -> None:
+    cluster = preset("h100_efa_p5")
+    found_us = cluster.time_us("alltoall", "inter", case["num_bytes"], int(case["ranks"]), 8)
+    assert found_us == pytest.approx(case["us"], rel=case["within"])

@@ -17,6 +17,8 @@ from monta_megatron.planner.curves import RESOURCES
 from monta_megatron.planner.schedule import Factor, Task, Times
 
 Schedule = list[list[Times]]
+# Of a chunk, or of a launch.
+US = st.just(0.0) | st.floats(0.01, 50)
 
 
 def simulate(stages: Sequence[Stage], factor: Factor, policy: Policy = "streams") -> Schedule:
@@ -72,7 +74,7 @@ def test_by_hand(case: dict[str, Any]) -> None:
 @st.composite
 def pipelines(draw: st.DrawFn, launch_us: st.SearchStrategy[float]) -> list[Stage]:
     num_chunks, depth = draw(st.integers(1, 9)), 0
-    times = st.tuples(*[st.just(0.0) | st.floats(0.01, 50)] * num_chunks)
+    times = st.tuples(*[US] * num_chunks)
     stages = []
     for number in range(draw(st.integers(1, 6))):
         work = work_of(str(number), draw(st.sampled_from(RESOURCES)), draw(times), draw(launch_us))
@@ -81,7 +83,7 @@ def pipelines(draw: st.DrawFn, launch_us: st.SearchStrategy[float]) -> list[Stag
     return stages
 
 
-@given(pipelines(st.just(0.0)))
+@given(pipelines(launch_us=st.just(0.0)))
 def test_without_contention_it_is_the_recurrence(stages: list[Stage]) -> None:
     """ends[s][c] = max(ends[s - 1][c], ends[s][c - 1]) + times[s][c]."""
     expected = [0.0] * len(stages[0].work.times_us)
@@ -94,7 +96,7 @@ def test_without_contention_it_is_the_recurrence(stages: list[Stage]) -> None:
 
 @settings(max_examples=300)
 @given(
-    pipelines(st.floats(0, 9)),
+    pipelines(launch_us=US),
     st.tuples(*[st.sampled_from((1.0, 1.2, 2.0, 3.0)) | st.floats(1, 4)] * 3),
     st.sampled_from(("streams", "host")),
 )

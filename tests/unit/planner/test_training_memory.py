@@ -7,7 +7,7 @@ from clusters import preset
 
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import load_model
-from monta_megatron.planner.ranking import TrainingMemory, training_memory
+from monta_megatron.planner.ranking import TrainingMemory, rank_layouts, training_memory
 
 QWEN = load_model("qwen3_235b_a22b")
 PARAMETERS = QWEN.num_parameters or 0
@@ -42,3 +42,12 @@ def test_a_tenth_of_the_memory_is_left_free(
     memory = TrainingMemory(needed_bytes=needed_bytes, available_bytes=available_bytes)
     assert memory.fits is fits and memory.document()["fits"] is fits
     assert ("does not fit" in memory.text) is not fits
+
+
+def test_no_layout_that_does_not_fit_is_ranked() -> None:
+    cluster = replace(preset("h100_8x_ndr"), memory_gb_per_rank=8)
+    with pytest.raises(ValueError, match=r"no \(tp, ep, etp\) with cp 1 and pp 4 fits"):
+        rank_layouts(QWEN, cluster, 128, None, pp=4)
+    # Whether a model fits whose parameters cannot be counted is not known.
+    unknown = replace(QWEN, num_parameters=None)
+    assert rank_layouts(unknown, cluster, 128, None, pp=4)[0].needed_bytes is None
