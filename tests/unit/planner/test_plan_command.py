@@ -147,12 +147,6 @@ def test_a_run_file_has_the_nodes_and_the_price_of_the_plan(
     assert launched.predicted_us == pytest.approx(planned["predicted_us"], rel=0.01)
 
 
-def test_a_picture_of_a_chain_names_hosts_in_part(folder: Path, monta: Monta) -> None:
-    words = [*PLAN[1:], "--world-size", 8, "--ranks-per-node", 4, "--ep", 8]
-    drawn = monta.document("timeline", *words, "--chain", "hierarchical_alltoall")
-    assert "4 of 8 ranks per node" in drawn["title"] and (folder / "timeline.png").exists()
-
-
 def test_a_job_has_its_share_of_the_interfaces() -> None:
     cluster = preset("h100_8x_ndr")
     part = cluster.of_job(4)
