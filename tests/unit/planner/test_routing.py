@@ -66,7 +66,7 @@ def test_expected_counts_are_the_mean_of_counts(chain: str, rank: int) -> None:
         routing_map = np.zeros((num_tokens, 16), dtype=bool)
         np.put_along_axis(routing_map, chosen, True, axis=1)
         maps.append(routing_map)
-    measured = CountedRouting(name="recorded", routing_maps=tuple(maps))
+    measured = CountedRouting(routing_maps=tuple(maps))
     uniform = UniformRouting(num_experts=16, topk=3)
     counted = measured.counts(CHAINS[chain], layout, 0, num_blocks)
     expected = uniform.counts(CHAINS[chain], layout, num_tokens, num_blocks)
