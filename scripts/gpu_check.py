@@ -5,7 +5,7 @@
     gpu_check.py bits                  each Triton kernel against PyTorch's operations
     gpu_check.py record FILE           the messages of one of 16 CPU ranks
     gpu_check.py replay FILE           that rank on the GPU, with stand-ins for its collectives
-    gpu_check.py host FILE             host time of each pass, and a cluster file's line `host`
+    gpu_check.py host FILE             host and device time of each pass
     gpu_check.py times                 the kernels' times, beside a copy's
     torchrun ... gpu_check.py gloo     all chains against stock over Gloo, through the host
     torchrun ... gpu_check.py bench    all chains against stock over NCCL, by `monta bench`
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 # Cases of models' rows; most build kernels of their own.
 HIDDEN_SIZES = (4096, 7168, 1000)
 NUM_KERNEL_CASES = 24
-NUM_TOKENS, HIDDEN, NUM_EXPERTS, TOPK, NUM_RANKS = 4096, 4096, 64, 8, 8
+NUM_TOKENS, NUM_EXPERTS, NUM_RANKS = 4096, 64, 8
 REPEATS, WARM_UP = 20, 3
 # More than any GPU's L2 cache holds.
 FLUSHED_BYTES = 512 * 2**20
@@ -129,8 +129,7 @@ def host(short: bool, arguments: Sequence[str]) -> int:
     print(f"{'chain, kernels, pass':56} host us  device us")
     for name, (host_us, device_us) in measured.items():
         print(f"{name:56} {host_us:7.1f} {device_us:10.1f}")
-    print(device_times.host_line(device, measured))
-    return _proven("host times are above, with the line `host` of a cluster file")
+    return _proven("host times of the passes are above")
 
 
 def _replay(case, recorded, device: torch.device, fused: bool, seed: int) -> list[str]:
@@ -156,71 +155,21 @@ def _num_collectives(case, recorded) -> int:
 
 def times(short: bool, arguments: Sequence[str]) -> int:
     """Time the kernels, each with a cold cache and the host ahead, and what a launch takes."""
+    import kernel_bytes
+
     device = torch.device("cuda", 0)
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
     repeats = WARM_UP if short else REPEATS
     print(f"{'':24} device us      GB/s   host us per call")
-    for name, (do, num_bytes) in _work(device).items():
+    shape = 2, NUM_TOKENS, kernel_bytes.HIDDEN_SIZE
+    rows, into = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    copy = {"copy (PyTorch)": (lambda: into.copy_(rows), rows.nbytes + into.nbytes)}
+    work = copy | kernel_bytes.work(device, NUM_TOKENS, NUM_EXPERTS, NUM_RANKS)
+    for name, (do, num_bytes) in work.items():
         device_us, host_us = _median_us(do, flushed, repeats)
         gbytes_per_s = num_bytes / device_us / 1e3
         print(f"{name:24} {device_us:9.1f} {gbytes_per_s:9.0f} {host_us:9.1f}")
     return _proven("times of the kernels are above, beside a copy's")
-
-
-def _work(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is timed, and the bytes that each has to read and write at least."""
-    from monta_megatron.chains.stages import Parts
-    from monta_megatron.exchange.buffers import Columns
-    from monta_megatron.exchange.kernels.copies import duplicate, find_copies
-    from monta_megatron.exchange.kernels.routing import count_routing
-    from monta_megatron.exchange.kernels.sums import reduce
-    from monta_megatron.exchange.rows import Copies, expert_ids_of
-
-    probs = torch.rand(NUM_TOKENS, NUM_EXPERTS, device=device)
-    routing_map = torch.zeros_like(probs, dtype=torch.bool)
-    routing_map.scatter_(1, probs.topk(TOPK, dim=1).indices, True)
-    lists, ids = expert_ids_of(routing_map, probs, TOPK, fused=True)
-    tokens = torch.randn(NUM_TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
-    row_bytes = HIDDEN * tokens.itemsize
-    copies, messages = {}, {}
-    for size in (NUM_EXPERTS // NUM_RANKS, 1):
-        parts = Parts(first=0, size=size, num_parts=NUM_EXPERTS // size)
-        hits = routing_map.unflatten(1, (parts.num_parts, -1)).any(dim=2)
-        copies[size] = Copies.empty(NUM_TOKENS, int(hits.sum()), parts, device), parts
-        find_copies(ids, parts, copies[size][0])
-        messages[size] = tokens.new_empty(len(copies[size][0].row), HIDDEN)
-    (of_ranks, ranks), (of_experts, _) = copies.values()
-    to_ranks, rows = messages.values()
-    places = torch.randperm(len(rows), device=device)
-    columns, summed = Columns(rows=tokens, probs=lists), torch.empty_like(tokens)
-    counted = {"node": 2, "rank": NUM_RANKS}
-    return {
-        "copy (PyTorch)": (lambda: summed.copy_(tokens), 2 * tokens.nbytes),
-        "count_routing": (
-            lambda: count_routing(routing_map, 8, counted, True),
-            routing_map.nbytes,
-        ),
-        "expert_lists": (
-            lambda: expert_ids_of(routing_map, probs, TOPK, fused=True),
-            routing_map.nbytes + 3 * lists.nbytes,
-        ),
-        "find_copies": (
-            lambda: find_copies(ids, ranks, of_ranks),
-            2 * ids.nbytes + 3 * of_ranks.row.nbytes,
-        ),
-        "duplicate": (
-            lambda: duplicate(Columns(rows=tokens), of_ranks, Columns(rows=to_ranks)),
-            2 * len(to_ranks) * row_bytes,
-        ),
-        "duplicate, per expert": (
-            lambda: duplicate(columns, of_experts, Columns(rows=rows), places),
-            2 * len(rows) * row_bytes,
-        ),
-        "reduce": (
-            lambda: reduce(Columns(rows=to_ranks), of_ranks, Columns(rows=summed), torch.float32),
-            (len(to_ranks) + NUM_TOKENS) * row_bytes,
-        ),
-    }
 
 
 def _median_us(

@@ -67,7 +67,8 @@ def budget(chain_name: str, ep: int, num_chunks: int, kernels: str) -> dict[str,
     counts = count_launches(chain_name, ep, num_chunks, kernels)
     us = host_us(chain_name, ep, num_chunks, REPEATS, kernels)
     passes = [
-        {"name": name, **vars(row), "host_us": round(us[name], 1)} for name, row in counts.items()
+        {"name": name, **row._asdict(), "host_us": round(us[name], 1)}
+        for name, row in counts.items()
     ]
     total = {name: round(sum(each[name] for each in passes), 1) for name in FIGURES}
     exposed = {"counts_to_first_collective_us": round(us[EXPOSED], 1)}

@@ -24,7 +24,7 @@ NUM_CASES = 60
 def planned_bytes(case: Case, rank: int) -> BytesByPass:
     """What the planner makes of the same routing."""
     maps = tuple(each.numpy() for each in make_data(case).routing_maps)
-    routing = CountedRouting(name="recorded", routing_maps=maps)
+    routing = CountedRouting(routing_maps=maps)
     chain, layout = CHAINS[case.chain], case.layout(rank)
     counts = routing.counts(chain, layout, 0, case.num_blocks)
     bound = chain.bind(layout, counts, case.num_chunks)

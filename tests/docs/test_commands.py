@@ -41,7 +41,7 @@ KNOWN: dict[str, bool | str] = {
     r"monta plan --log .*": "tests/unit/planner/test_training_log.py",
     r"monta (doctor|plan .*|timeline --model .*)": True,
     r"python scripts/launch_budget\.py --(ep .*|host)": True,
-    r"monta timeline trace\.json": "tests/timeline/test_recorded.py",
+    r"monta timeline trace\.json": "tests/timeline/test_timeline.py",
     r"monta place --(trace trace|apply \w+) .*": "tests/unit/place/test_place_command.py",
     r"monta launch .* --dry-run": "tests/launch/test_run_configs.py",
     r"monta launch configs/runs/quickstart\.yaml": "tests/launch/test_start.py",

@@ -140,10 +140,3 @@ def launches() -> Iterator[list[Launch]]:
 
     with mock.patch.object(jit.JITFunction, "run", run):
         yield caught
-
-
-def launches_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Launch]:
-    """What one call launches."""
-    with launches() as caught:
-        function(*args, **kwargs)
-    return caught

@@ -42,36 +42,12 @@ except (ImportError, RuntimeError, AssertionError) as error:
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 PACKAGE = "monta_megatron."
 COPIES = ("_to_copy", "copy_")
+STARTS = ("start_all_to_all", "start_all_gather")
 INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put")
 
 
 class HostWaitsError(AssertionError):
     """The host would wait for the device, or memory would cross over, where that is not listed."""
-
-
-class TimingEvent:
-    """In place of a `torch.cuda.Event` that keeps its time: how much had been issued before it."""
-
-    def __init__(self, device: "FakeDevice") -> None:
-        self._device = device
-        self.issued: int | None = None
-        self.stream = ""
-
-    def record(self, stream: RecordedStream) -> None:
-        self.issued, self.stream = len(self._device.recorder.queue), stream.name
-
-    def query(self) -> bool:
-        return self.issued is not None and self.issued <= self._device.num_done
-
-    def elapsed_time(self, end: "TimingEvent") -> float:
-        # CUDA's error; it waits for nothing.
-        if not (self.query() and end.query()):
-            raise RuntimeError("CUDA error: device not ready")
-        assert self.issued is not None and end.issued is not None
-        return float(end.issued - self.issued)
-
-    def synchronize(self) -> None:
-        self._device._cross("waits for the device")
 
 
 class FakeDevice(TorchDispatchMode):
@@ -81,7 +57,6 @@ class FakeDevice(TorchDispatchMode):
         recorder: of streams, events, accesses and the life of memory.
         crossings: what listed functions did, in order: "module.function waits for the device",
             "module.function copies to the device".
-        num_done: how much of what was issued it has done, as far as events tell.
     """
 
     def __init__(
@@ -97,16 +72,12 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()
         self.recorder = Recorder()
         self.crossings: list[str] = []
-        self.num_done = 0
         self._listed = listed
         self._host_values = host_values
         self._context = ExitStack()
 
     def __enter__(self) -> "FakeDevice":
-        starts = {
-            name: self._started(getattr(operations, name))
-            for name in ("start_all_to_all", "start_all_gather")
-        }
+        starts = {name: self._started(getattr(operations, name)) for name in STARTS}
         # Innermost first: the fake tensors, what is recorded of them, what is refused.
         self._context.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self._context.enter_context(self.recorder)
@@ -122,7 +93,6 @@ class FakeDevice(TorchDispatchMode):
             mock.patch.multiple(
                 torch.cuda,
                 current_device=lambda: 0,
-                Event=self._make_event,
                 synchronize=lambda device=None: self._cross("waits for the device"),
             ),
             mock.patch.object(torch.Tensor, "pin_memory", _pinned),
@@ -165,7 +135,8 @@ class FakeDevice(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             raise HostWaitsError(f"{name} asks the device for a value")
         if name in INDEXING:
-            if any(each.dtype in (torch.bool, torch.uint8) for each in _indices(args)):
+            indices = (each for each in args[1] if isinstance(each, torch.Tensor))
+            if any(each.dtype in (torch.bool, torch.uint8) for each in indices):
                 raise HostWaitsError(f"{name} asks the device how much a mask selects")
         elif torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None:
             raise HostWaitsError(f"{name} asks the device for a size")
@@ -180,8 +151,9 @@ class FakeDevice(TorchDispatchMode):
         where = "to the host" if source.is_cuda else "to the device"
         if not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])):
             raise HostWaitsError(f"a blocking copy {where}")
+        on_host = args[0] if source.is_cuda else source
         makes_pinned = name == "_to_copy" and source.is_cuda
-        if not makes_pinned and not _is_pinned(args[0] if source.is_cuda else source):
+        if not (makes_pinned or getattr(on_host, "_is_pinned_here", False)):
             raise HostWaitsError(f"a copy {where} of pageable memory")
         self._cross(f"copies {where}")
 
@@ -202,12 +174,12 @@ class FakeDevice(TorchDispatchMode):
             raise HostWaitsError(f"{function} {what}: not listed")
         self.crossings.append(f"{function} {what}")
 
-    def _make_event(self, enable_timing: bool = False) -> TimingEvent:
-        assert enable_timing, "the executor's other events are the streams' own"
-        return TimingEvent(self)
-
     def _started(self, start: Any) -> Any:
-        """A collective that is started through torch.distributed, and recorded."""
+        """A collective that is started through torch.distributed, and recorded.
+
+        It is checked for what NCCL, or torch's binding of it, takes for granted: a fake process
+        group checks nothing.
+        """
 
         def started(
             output: torch.Tensor,
@@ -215,30 +187,18 @@ class FakeDevice(TorchDispatchMode):
             receive: list[int],
             send: list[int],
             group: PeerGroup,
-        ) -> torch.distributed.Work:
+        ) -> Any:
             num_sent = send[0] if start is collectives.start_all_gather else sum(send)
-            _check_message(output, input_, receive, send, num_sent, group)
+            assert input_.is_cuda and output.is_cuda, "a message on the host"
+            assert input_.dtype == output.dtype and input_.shape[1:] == output.shape[1:]
+            assert len(receive) == group.size and sum(receive) == output.shape[0]
+            assert len(send) == group.size and num_sent == input_.shape[0]
+            assert send[group.rank] == receive[group.rank]
             with self.recorder.muted():
                 start(output, input_, receive, send, group)
             return self.recorder.collective(output, input_, None, group)
 
         return started
-
-
-def _check_message(
-    output: torch.Tensor,
-    input_: torch.Tensor,
-    receive: list[int],
-    send: list[int],
-    num_sent: int,
-    group: PeerGroup,
-) -> None:
-    """What NCCL, or torch's binding of it, takes for granted: a fake process group checks none."""
-    assert input_.is_cuda and output.is_cuda, "a message on the host"
-    assert input_.dtype == output.dtype and input_.shape[1:] == output.shape[1:]
-    assert len(receive) == group.size and sum(receive) == output.shape[0]
-    assert len(send) == group.size and num_sent == input_.shape[0]
-    assert send[group.rank] == receive[group.rank]
 
 
 def _crosses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -251,20 +211,12 @@ def _crosses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | No
     return source if into.type != source.device.type else None
 
 
-def _indices(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    return [each for each in args[1] if isinstance(each, torch.Tensor)]
-
-
 def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
     """In place of `Tensor.pin_memory`, which needs a driver."""
     assert not tensor.is_cuda, "only memory of the host is pinned"
     pinned = tensor.clone()
     pinned._is_pinned_here = True  # type: ignore[attr-defined]
     return pinned
-
-
-def _is_pinned(tensor: torch.Tensor) -> bool:
-    return getattr(tensor, "_is_pinned_here", False)
 
 
 def _function_of_the_package() -> str:

@@ -6,14 +6,14 @@ The groups are torch's fake ones, whose collectives move nothing. Ranks differ i
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from monta_megatron.chains import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.chain import num_counted_blocks
-from monta_megatron.core import FLAT_GROUPS, Layout
+from monta_megatron.core import FLAT_GROUPS, GroupName, Layout
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
@@ -151,26 +151,15 @@ def chunks_of(exchange: Exchange, counts: TokenCounts, num_chunks: int) -> list[
 
 
 def groups_of(layout: Layout) -> dict[str, PeerGroup]:
-    """Every group that a chain may name, seen from the layout's rank."""
-    ep_rank, etp_rank = divmod(layout.rank, layout.etp)
-    here = layout.node * layout.ranks_per_node
-    members = {
-        "ep": (list(range(etp_rank, len(layout.nodes), layout.etp)), ep_rank),
-        "etp": (list(range(ep_rank * layout.etp, (ep_rank + 1) * layout.etp)), etp_rank),
-        "tp_ep": (list(range(len(layout.nodes))), layout.rank),
-        "rail": (
-            list(range(layout.position, len(layout.nodes), layout.ranks_per_node)),
-            layout.node,
-        ),
-        "node": (list(range(here, here + layout.ranks_per_node)), layout.position),
-    }
+    """Every group that a chain may name, seen from the layout's rank; without process groups."""
+    members = {name: layout.members(name, layout.rank) for name in get_args(GroupName)}
     return {
         name: PeerGroup(
             name=name,
             process_group=None,
             size=len(ranks),
-            rank=rank,
+            rank=ranks.index(layout.rank),
             nodes=tuple(layout.nodes[member] for member in ranks),
         )
-        for name, (ranks, rank) in members.items()
+        for name, ranks in members.items()
     }

@@ -6,26 +6,22 @@ does not round to bf16 as a GPU does.
 
 import os
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
-import test_stream_safety as layers
 import torch
 from equal import assert_equal
 from fake_kernels import recorded_launches
 from stream_recorder import RecordedWork, Recorder
-from test_stream_safety import LAYOUTS, Routing, make_exchange
+from test_stream_safety import LAYOUTS, NUM_BLOCKS, Layer
 
 from monta_megatron.calibration.tasks import NUM_COPIES, Point
 from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import count_messages
 from monta_megatron.exchange.buffers import MessageFormat
-from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "kernels would be launched on a GPU"
-
-HIDDEN = 40
-TOPK = 3
 
 
 class MovingRecorder(Recorder):
@@ -40,11 +36,7 @@ class MovingRecorder(Recorder):
         self.sent: list[torch.Tensor] = []
 
     def collective(
-        self,
-        output: torch.Tensor,
-        input_: torch.Tensor,
-        share: torch.Tensor | None,
-        group: PeerGroup,
+        self, output: torch.Tensor, input_: torch.Tensor, share: Any, group: Any
     ) -> RecordedWork:
         with self.muted():
             self.sent.append(input_.contiguous().flatten().view(torch.uint8).clone())
@@ -55,22 +47,24 @@ class MovingRecorder(Recorder):
         return work
 
 
-def compare(chain_name: str, layout_name: str, num_chunks: int, num_tokens: int) -> None:
+def compare(chain_name: str, layout_name: str) -> None:
     """Every pass, and its counts, in both kinds of kernels.
 
     Raises:
         AssertionError: names what differs.
     """
-    layout = LAYOUTS[layout_name]
-    routing_map = Routing(num_tokens=num_tokens, topk=TOPK).map(layout.num_experts)
-    _compare_counts(chain_name, layout_name, routing_map)
+    of_layout = {"layout": LAYOUTS[layout_name], "num_blocks": NUM_BLOCKS}
+    counts = CountMessages(chains=(CHAINS[chain_name],), **of_layout)
+    routing_map = Layer(chain_name, layout_name, num_tokens=11).routing_map
+    expected, _ = counts.count(routing_map, tag=5)
+    with mock.patch.object(count_messages, "is_fused", lambda *_: True):
+        actual, _ = counts.count(routing_map, tag=5)
+    assert torch.equal(actual, expected), "counts differ"
     for dtype in (torch.float32, torch.float16):
-        expected, actual = (
-            _passes(chain_name, layout_name, num_chunks, routing_map, dtype, fused)
-            for fused in (False, True)
-        )
-        for number, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
-            assert_equal(mine, theirs, f"{dtype}, output, gradients, messages: number {number}")
+        fields = {"num_tokens": 11, "hidden": 40, "dtype": dtype}
+        kinds = (_passes(chain_name, layout_name, fused=fused, **fields) for fused in (True, False))
+        for number, pair in enumerate(zip(*kinds, strict=True)):
+            assert_equal(*pair, f"{dtype}, output, gradients, messages: number {number}")
 
 
 def calibrate() -> None:
@@ -87,28 +81,10 @@ def calibrate() -> None:
         assert torch.all(results[-1] == value), f"{name}: {results[-1]}"
 
 
-def _compare_counts(chain_name: str, layout_name: str, routing_map: torch.Tensor) -> None:
-    counted = CountMessages(
-        chains=(CHAINS[chain_name],), layout=LAYOUTS[layout_name], num_blocks=layers.NUM_BLOCKS
-    )
-    expected, _ = counted.count(routing_map, tag=5)
-    with mock.patch.object(count_messages, "is_fused", lambda *_: True):
-        actual, _ = counted.count(routing_map, tag=5)
-    assert torch.equal(actual, expected), "counts differ"
-
-
-def _passes(
-    chain_name: str,
-    layout_name: str,
-    num_chunks: int,
-    routing_map: torch.Tensor,
-    dtype: torch.dtype,
-    fused: bool,
-) -> list[torch.Tensor]:
+def _passes(chain_name: str, layout_name: str, fused: bool, **fields: Any) -> list[torch.Tensor]:
     """Output and gradients of a layer, and every message that was sent."""
     recorder = MovingRecorder()
-    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
-    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
+    layer = Layer(chain_name, layout_name, recorder=recorder, fused=fused, **fields)
     # What is not written differs.
     allocate, before = MessageFormat.allocate, 255 if fused else 170
 
@@ -121,13 +97,12 @@ def _passes(
 
     with (
         mock.patch.object(MessageFormat, "allocate", allocate_filled),
-        mock.patch.multiple(layers, HIDDEN=HIDDEN, DTYPE=dtype),
         recorder,
         recorded_launches(recorder.kernel, run=recorder.muted),
     ):
-        results = layers.run_layer(exchange, routing_map)
+        results = layer.run()
     launched = any(each.name.startswith("triton ") for each in recorder.queue)
-    has_kernels = chain.rows == "tokens" or layout.etp > 1
+    has_kernels = CHAINS[chain_name].rows == "tokens" or LAYOUTS[layout_name].etp > 1
     assert launched == (fused and has_kernels), "what was launched"
     assert recorder.findings == []
     return results + recorder.sent

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from compiled_kernels import no_driver
 from fake_world import RANK
-from launch_counts import LaunchCounts, count_launches
+from launch_counts import count_launches
 from launch_times import host_us
 
 from monta_megatron.common.torch_private import ALL_TO_ALL
@@ -26,10 +26,10 @@ from monta_megatron.exchange.kernels.tiles import Launches
 
 GROUP_SIZES = (2, 8, 16, 64)
 ROUNDS, CALLS = 30, 50
-# The chain whose layer is timed, in one chunk and in several.
-CHAIN, EP, CHUNKS, REPEATS = "hierarchical_alltoall", 16, 4, 60
+# The chain whose layer is timed, and its chunks.
+CHAIN, EP, FEW, MANY, REPEATS = "hierarchical_alltoall", 16, 1, 4, 60
 # A pass in which nothing is found or bound, and its operations: three of Triton, two collectives.
-PASS, OPERATIONS, GROUPS = "combine_backward", 5, (2, 8)
+PASS, OPERATIONS = "combine_backward", 5
 
 
 def host_figures() -> dict[str, float | str]:
@@ -38,26 +38,17 @@ def host_figures() -> dict[str, float | str]:
     peers = [size - 1 for size in sizes]
     peer_us, collective_us = linear_regression(peers, list(sizes.values()))
     launch_us, allocation_us = _launch_us(), _least_us(lambda: torch.empty(64, 64))
+    timed = {chunks: host_us(CHAIN, EP, chunks, REPEATS, "fused", min) for chunks in (FEW, MANY)}
+    counted = {chunks: count_launches(CHAIN, EP, chunks, "fused") for chunks in timed}
 
-    def without_parts(us: float, counts: LaunchCounts, collectives_us: float) -> float:
+    def python_us(row: str, chunks: int = FEW) -> float:
+        """A row of the layer without its launches and allocations; its collectives do nothing."""
+        counts = counted[chunks][row]
         allocations = counts.tensor_operations - counts.kernel_launches
         launched_us = launch_us * counts.kernel_launches + allocation_us * allocations
-        return us - launched_us - collectives_us
+        return timed[chunks][row] - launched_us
 
-    timed = {chunks: host_us(CHAIN, EP, chunks, REPEATS, "fused", min) for chunks in (1, CHUNKS)}
-    counted = {chunks: count_launches(CHAIN, EP, chunks, "fused") for chunks in (1, CHUNKS)}
-    of_pass = {
-        chunks: without_parts(
-            timed[chunks][PASS],
-            counted[chunks][PASS],
-            chunks * sum(sizes[size] for size in GROUPS),
-        )
-        for chunks in timed
-    }
-    stage_us = (of_pass[CHUNKS] - of_pass[1]) / (CHUNKS - 1) / OPERATIONS
-    counts, dispatch = (counted[1][name] for name in ("counts", "dispatch"))
-    counts_us = without_parts(timed[1]["counts"], counts, sizes[EP])
-    bind_us = without_parts(timed[1]["dispatch"], dispatch, sum(sizes[size] for size in GROUPS))
+    stage_us = (python_us(PASS, MANY) - python_us(PASS)) / (MANY - FEW) / OPERATIONS
     return {
         "processor": _processor(),
         "torch": torch.__version__,
@@ -67,8 +58,9 @@ def host_figures() -> dict[str, float | str]:
         "launch of a Triton kernel": launch_us,
         "allocation": allocation_us,
         "stage_us": stage_us,
-        "pass_us": of_pass[1] - OPERATIONS * stage_us,
-        "counts_us": counts_us + bind_us - of_pass[1],
+        "pass_us": python_us(PASS) - OPERATIONS * stage_us,
+        # The exchange of counts is a collective of a fake group.
+        "counts_us": python_us("counts") - sizes[EP] + python_us("dispatch") - python_us(PASS),
     }
 
 
@@ -77,7 +69,7 @@ def _collective_us(size: int) -> float:
     members = sorted((RANK + other) % dist.get_world_size() for other in range(size))
     group = dist.new_group(members)
     splits = [3 + rank % 3 for rank in range(size)]
-    rows, received = torch.empty(sum(splits), 8), torch.empty(sum(splits), 8)
+    rows, received = torch.empty(2, sum(splits), 8)
     return _least_us(lambda: group.alltoall_base(received, rows, splits, splits, ALL_TO_ALL))
 
 

@@ -16,7 +16,7 @@ from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange import count_messages, rows
 from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.kernels.copies import duplicate, find_copies
-from monta_megatron.exchange.kernels.routing import count_routing
+from monta_megatron.exchange.kernels.routing import bring_back, count_routing, make_lists
 from monta_megatron.exchange.kernels.sums import reduce, reduce_ranks
 from monta_megatron.exchange.rows import Copies, PartBounds, expert_ids_of, sum_ranks, sum_rows
 
@@ -98,6 +98,7 @@ def check(first: int, end: int, device: str = "cpu") -> None:
     assert (device == "cpu") == INTERPRETED, f"TRITON_INTERPRET does not fit kernels on {device}"
     for seed in range(first, end):
         case = case_of(seed)
+        torch.manual_seed(seed)
         try:
             with torch.device(device):
                 _check(case)
@@ -106,80 +107,70 @@ def check(first: int, end: int, device: str = "cpu") -> None:
 
 
 def _check(case: Case) -> None:
-    torch.manual_seed(case.seed)
-    parts = case.parts
-    routing_map = _routing_map(case)
+    routing_map, parts = _routing_map(case), case.parts
     most = max(int(routing_map.sum(dim=1).max()) if case.num_rows else 0, 1) + case.padding
     width = min(most, case.num_experts)
     _, ids = expert_ids_of(routing_map, torch.zeros(routing_map.shape), width)
     inside = routing_map[:, parts.first : parts.first + parts.size * parts.num_parts]
     num_copies = int(inside.unflatten(1, (parts.num_parts, -1)).any(dim=2).sum())
 
-    # Columns before and after the copies; what a kernel does not write has to stay as it is.
-    before, _ = _message(case, case.num_rows, width, with_ids=True)
+    before = _message(case, case.num_rows, width, with_ids=True)
     if before.ids is not None:
         before.ids.copy_(ids)
         ids = before.ids
-    copies, expected = (
-        Copies.empty(case.num_rows, num_copies, parts, ids.device) for _ in range(2)
-    )
-    most = case.num_rows, num_copies
-    rows.find_copies(ids, PartBounds.of(parts, *most, ids), expected)
-    find_copies(ids, parts, copies)
-    for name in ("row", "by_row", "row_starts", *(("place",) if parts.size == 1 else ())):
-        _same(f"find_copies, {name}", getattr(copies, name), getattr(expected, name))
-    _check_duplicate(case, before, expected, width)
-    if parts.size == 1:
-        _check_duplicate_per_expert(case, before, expected)
-    _check_reduce(case, expected, width)
+    made, copies = (Copies.empty(case.num_rows, num_copies, parts, ids.device) for _ in range(2))
+    rows.find_copies(ids, PartBounds.of(parts, case.num_rows, num_copies, ids), copies)
+    find_copies(ids, parts, made)
+    for name, expected in copies._asdict().items():
+        if expected is not None:
+            _same(f"find_copies, {name}", getattr(made, name), expected)
+    for per_expert in (False, True) if parts.size == 1 else (False,):
+        _check_duplicate(case, before, copies, width, per_expert)
+    _check_reduce(case, copies, width)
     _check_reduce_ranks(case, width)
     _check_lists(case, routing_map, width)
-    _check_counts(case, routing_map)
+    _check_counts(case)
 
 
-def _check_duplicate(case: Case, before: Columns, copies: Copies, width: int) -> None:
-    into, message = _message(case, len(copies.row), width, with_ids=before.ids is not None)
-    expected = _clone(into)
-    for target, column in zip(expected.tensors(), before.tensors(), strict=True):
-        target.copy_(column[copies.row])
-    duplicate(before, copies, into)
-    _same_columns("duplicate", into, expected)
-    # Whole messages, which are rows of bytes.
-    index = torch.randint(len(message), (case.num_rows,)) if len(message) else copies.row
-    back = message.new_empty(len(index), *message.shape[1:])
-    duplicate(Columns(rows=message), copies._replace(row=index), Columns(rows=back))
-    assert torch.equal(back.view(torch.uint8), message[index].view(torch.uint8)), "whole messages"
-
-
-def _check_duplicate_per_expert(case: Case, before: Columns, copies: Copies) -> None:
+def _check_duplicate(
+    case: Case, before: Columns, copies: Copies, width: int, per_expert: bool
+) -> None:
     num_copies = len(copies.row)
-    num_rows = num_copies + (3 if case.in_place else 0)
-    into, _ = _message(case, num_rows, width=None)
-    expected = _clone(into)
-    places = torch.randperm(num_rows)[:num_copies] if case.in_place else None
-    where = slice(None) if places is None else places
-    expected.rows[where] = before.rows[copies.row]
-    if before.probs is not None and expected.probs is not None:
-        expected.probs[where] = before.probs[copies.row, copies.place]
-    duplicate(before, copies, into, places)
-    _same_columns("duplicate, per expert", into, expected)
+    num_rows = num_copies + 3 * case.in_place
+    into = _message(case, num_rows, None if per_expert else width, with_ids=before.ids is not None)
+    # What a kernel does not write has to stay as it is.
+    expected, index = _clone(into), torch.randperm(num_rows)[:num_copies]
+    if not case.in_place:
+        index = torch.arange(num_copies)
+    for target, column in zip(expected.tensors(), before.tensors(), strict=False):
+        one_each = target.dim() < column.dim()
+        target[index] = column[copies.row, copies.place] if one_each else column[copies.row]
+    duplicate(before, copies, into, index if case.in_place else None)
+    _same_columns(f"duplicate, per expert {per_expert}", into, expected)
+    if num_rows and not per_expert:
+        # Rows of bytes, such as whole messages.
+        message = torch.randint(
+            256, (num_rows, case.hidden_size // 16 * 16 + 16), dtype=torch.uint8
+        )
+        row = torch.randint(num_rows, (case.num_rows,))
+        back = Columns(torch.empty_like(message[row]))
+        duplicate(Columns(message), copies._replace(row=row), back)
+        assert torch.equal(back.rows, message[row]), "duplicate, whole messages"
 
 
 def _check_reduce(case: Case, copies: Copies, width: int) -> None:
-    num_copies = len(copies.row)
-    dtype = torch.promote_types(torch.float32, case.dtype)
+    num_copies, dtype = len(copies.row), torch.promote_types(torch.float32, case.dtype)
     # Lists do not come from an index.
     per_expert = case.parts.size == 1 and (case.in_place or case.seed % 2 == 0)
     in_place = case.in_place and (per_expert or case.probs_dtype is None)
-    num_rows = num_copies + (5 if in_place else 0)
+    num_rows = num_copies + 5 * in_place
     index = torch.randperm(num_rows)[:num_copies] if in_place else None
-    columns, _ = _message(case, num_rows, None if per_expert else width)
-    for values in (columns.rows, columns.probs):
-        if values is not None and values.dtype == torch.bfloat16:
+    columns = _message(case, num_rows, None if per_expert else width)
+    for values in columns.tensors():
+        if values.dtype == torch.bfloat16:
             _drop_subnormals(values)
-    into, _ = _message(case, case.num_rows, width)
-    sums = copies.sum_by_row(columns.rows, dtype, index)
-    expected = _clone(into)
+    into = _message(case, case.num_rows, width)
+    expected, sums = _clone(into), copies.sum_by_row(columns.rows, dtype, index)
     expected.rows.copy_(_narrowed(sums, case.dtype))
     if columns.probs is not None and expected.probs is not None:
         if per_expert:
@@ -195,12 +186,11 @@ def _check_reduce(case: Case, copies: Copies, width: int) -> None:
             expected.probs.copy_(sum_rows(columns.probs, copies.by_row, copies.row_starts))
     # This rank's own rows, among those of a group.
     first = case.num_rows // 3
-    unrounded = torch.full((case.num_rows - first, case.hidden_size), torch.nan, dtype=dtype)
+    unrounded, everything = torch.full_like(sums[first:], torch.nan), torch.full_like(sums, 7)
     reduce(columns, copies, into, dtype, index, unrounded, first)
     _same_columns("reduce", into, expected, with_nan=True)
     _same("reduce, unrounded", unrounded, sums[first:], with_nan=True)
-    everything = torch.full_like(sums, torch.nan)
-    reduce(columns, copies, Columns(rows=everything), dtype, index)
+    reduce(columns, copies, Columns(everything), dtype, index)
     _same("reduce in the dtype of the sum", everything, sums, with_nan=True)
 
 
@@ -209,22 +199,21 @@ def _check_reduce_ranks(case: Case, width: int) -> None:
     num_rows, rank = min(case.num_rows, 9), case.seed % num_parts
     dtype = torch.promote_types(torch.float32, case.dtype)
     of_list = None if case.in_place else width
-    columns, _ = _message(case, num_parts * num_rows, of_list)
-    into, _ = _message(case, num_rows, of_list)
+    columns = _message(case, num_parts * num_rows, of_list)
+    into = _message(case, num_rows, of_list)
     kept = _values((num_rows, case.hidden_size), dtype) if dtype != case.dtype else None
-    for values in (columns.rows, columns.probs, kept):
-        if values is not None and torch.bfloat16 in (case.dtype, case.probs_dtype):
+    if torch.bfloat16 in (case.dtype, case.probs_dtype):
+        for values in (*columns.tensors(), *([] if kept is None else [kept])):
             _drop_subnormals(values)
-    sums = torch.empty(num_rows, case.hidden_size, dtype=dtype)
-    reduced = Columns(rows=torch.empty_like(sums))
+    sums, reduced = (torch.empty(num_rows, case.hidden_size, dtype=dtype) for _ in range(2))
     sum_ranks(sums, columns.rows, dtype, ranks_per_sum, kept, rank)
-    reduce_ranks(Columns(rows=columns.rows), reduced, dtype, ranks_per_sum, kept, rank)
-    _same("reduce_ranks in the dtype of the sum", reduced.rows, sums, with_nan=True)
+    reduce_ranks(Columns(columns.rows), Columns(reduced), dtype, ranks_per_sum, kept, rank)
+    _same("reduce_ranks in the dtype of the sum", reduced, sums, with_nan=True)
     expected = _clone(into)
     expected.rows.copy_(_narrowed(sums, case.dtype))
     if columns.probs is not None and expected.probs is not None:
         wide = torch.promote_types(torch.float32, columns.probs.dtype)
-        shares = torch.empty(into.probs.shape, dtype=wide)
+        shares = torch.empty(expected.probs.shape, dtype=wide)
         sum_ranks(shares, columns.probs, wide, ranks_per_sum)
         expected.probs.copy_(_narrowed(shares, columns.probs.dtype))
     reduce_ranks(columns, into, dtype, ranks_per_sum, kept, rank)
@@ -233,21 +222,17 @@ def _check_reduce_ranks(case: Case, width: int) -> None:
 
 def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
     dtype = case.probs_dtype or torch.float32
-    probs = [_values((case.num_rows, case.num_experts), dtype) for _ in range(2)]
-    probs[1] = probs[0].clone()
+    probs = _values((case.num_rows, case.num_experts), dtype)
     gradient = _values((case.num_rows, width), dtype)
-    results = []
-    for fused, leaf in zip((False, True), probs, strict=True):
-        leaf.requires_grad_()
-        lists, ids = expert_ids_of(routing_map, leaf, width, fused)
-        lists.backward(gradient)
-        results.append({"lists": lists, "ids": ids, "gradient": leaf.grad})
-    expected, actual = results
-    for name in expected:
-        _same(f"expert_ids_of, {name}", actual[name].detach(), expected[name].detach())
+    expected, actual = (
+        (*rows.make_lists(routing_map, probs, width), rows.bring_back(routing_map, gradient)),
+        (*make_lists(routing_map, probs, width), bring_back(routing_map, gradient)),
+    )
+    for name, *pair in zip(("lists", "ids", "gradient"), actual, expected, strict=True):
+        _same(f"expert lists, {name}", *pair)
 
 
-def _check_counts(case: Case, routing_map: torch.Tensor) -> None:
+def _check_counts(case: Case) -> None:
     outer, inner, size = ((1, 1, 5), (2, 6, 3), (3, 3, 4), (4, 8, 1))[case.seed % 4]
     shape = (case.seed * 7 % 140 if case.num_rows > 1 else case.num_rows, inner * size)
     routing_map = torch.rand(shape) < (0.0, 0.1, 0.5, 1.0)[case.seed // 4 % 4]
@@ -256,9 +241,9 @@ def _check_counts(case: Case, routing_map: torch.Tensor) -> None:
     expected = count_messages.count_routing(routing_map, *args)
     actual = count_routing(routing_map, *args)
     assert actual.keys() == expected.keys(), "count_routing"
-    for name in expected:
-        assert actual[name].is_contiguous(), name
-        _same(f"count_routing, {name}", actual[name], expected[name])
+    for name, counts in actual.items():
+        assert counts.is_contiguous(), name
+        _same(f"count_routing, {name}", counts, expected[name])
 
 
 def _routing_map(case: Case) -> torch.Tensor:
@@ -271,13 +256,8 @@ def _routing_map(case: Case) -> torch.Tensor:
     return routing_map
 
 
-def _message(
-    case: Case, num_rows: int, width: int | None, with_ids: bool = False
-) -> tuple[Columns, torch.Tensor]:
-    """Columns full of random and special values, and the message of the rows.
-
-    There are [N] probabilities if there is no width.
-    """
+def _message(case: Case, num_rows: int, width: int | None, with_ids: bool = False) -> Columns:
+    """Columns full of random and special values; [N] probabilities if there is no width."""
     columns = [_values((num_rows, case.hidden_size), case.dtype)]
     if case.probs_dtype is not None:
         shape = (num_rows,) if width is None else (num_rows, width)
@@ -285,11 +265,10 @@ def _message(
         if with_ids and width is not None:
             columns.append(torch.randint(99, shape, dtype=torch.int32))
     payload = MessageFormat.of(columns, packed=case.packed)
-    messages = payload.allocate(num_rows)
-    into = payload.columns(messages)
+    into = payload.columns(payload.allocate(num_rows))
     for target, values in zip(into.tensors(), columns, strict=True):
         target.copy_(values)
-    return into, messages[0]
+    return into
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -323,13 +302,10 @@ def _same_columns(what: str, actual: Columns, expected: Columns, with_nan: bool 
 
 def _same(what: str, actual: torch.Tensor, expected: torch.Tensor, with_nan: bool = False) -> None:
     """The same bits; of sums, NaN where NaN."""
-    assert actual.dtype == expected.dtype, what
-    if with_nan and actual.shape == expected.shape:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
+    if with_nan:
         both = actual.isnan() & expected.isnan()
         actual, expected = (each.masked_fill(both, 0) for each in (actual, expected))
-    assert_equal(_bits(actual), _bits(expected), f"{what}, in bits")
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return values.contiguous().view(integers[values.itemsize])
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.itemsize]
+    pair = (each.contiguous().view(integers) for each in (actual, expected))
+    assert_equal(*pair, f"{what}, in bits")

@@ -6,18 +6,15 @@ arguments, configurations, exits. It is sent functions by module and name.
 
 import atexit
 import importlib
-import json
 import os
 import pickle
 import pkgutil
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from subprocess import PIPE, CompletedProcess, Popen
 from typing import Any
 
 LIMIT_S = 60
@@ -27,66 +24,54 @@ class Preloaded:
     """Calls functions, each in a fork of one process that has imported `modules`."""
 
     def __init__(self, *modules: str, limit_s: int = LIMIT_S, **environment: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(sys.path), str(limit_s), *modules],
-            env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        # What is importable here is importable there.
+        own = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
+        self._process = Popen(
+            [sys.executable, __file__, str(limit_s), *modules],
+            env={**os.environ, **own, **environment},
+            stdin=PIPE,
+            stdout=PIPE,
         )
 
-    def run(
-        self, function: Callable[..., Any] | str, *args: Any
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, function: Callable[..., Any] | str, *args: Any) -> CompletedProcess[str]:
         """Call a function, or "module:function", with `args`, as if it were a program."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        stdin.write(pickle.dumps((function, args)).hex() + "\n")
+        pickle.dump((function, args), stdin)
         stdin.flush()
-        answer = stdout.readline()
-        assert answer, "the preloaded process has ended"
-        return subprocess.CompletedProcess([function, *args], **json.loads(answer))
+        return CompletedProcess([function, *args], *pickle.load(stdout))
 
     def close(self) -> None:
         """End the process; its forks have ended already."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
 
-def _serve(path: list[str], limit_s: int, modules: list[str]) -> None:
-    answers = os.fdopen(os.dup(1), "w")
+def _serve(limit_s: int, modules: list[str]) -> None:
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # What Megatron prints while it is imported is no answer.
-    # What is importable here is importable there.
-    sys.path += [folder for folder in path if folder not in sys.path]
     for module in modules:
         importlib.import_module(module)
-    for line in sys.stdin:
-        function, args = pickle.loads(bytes.fromhex(line))
+    while sys.stdin.buffer.peek(1):
+        function, args = pickle.load(sys.stdin.buffer)
         if isinstance(function, str):
             function = pkgutil.resolve_name(function)
-        # Not a TemporaryDirectory: each fork would remove it as it ends.
-        folder = Path(tempfile.mkdtemp())
-        outputs = [folder / name for name in ("stdout", "stderr")]
-        child = os.fork()
-        if child == 0:
-            signal.alarm(limit_s)
-            _run_and_exit(function, args, outputs)
-        _, status = os.waitpid(child, 0)
-        stdout, stderr = (path.read_text() for path in outputs)
-        shutil.rmtree(folder)
-        answer = {
-            "returncode": os.waitstatus_to_exitcode(status),
-            "stdout": stdout,
-            "stderr": stderr,
-        }
-        print(json.dumps(answer), file=answers, flush=True)
+        with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+            child = os.fork()
+            if child == 0:
+                signal.alarm(limit_s)
+                _run_and_exit(function, args, (stdout.fileno(), stderr.fileno()))
+            _, status = os.waitpid(child, 0)
+            printed = [file.seek(0) or file.read() for file in (stdout, stderr)]
+        pickle.dump((os.waitstatus_to_exitcode(status), *printed), answers)
+        answers.flush()
 
 
-def _run_and_exit(function: Callable[..., Any], args: tuple[Any, ...], outputs: list[Path]) -> None:
+def _run_and_exit(
+    function: Callable[..., Any], args: tuple[Any, ...], outputs: tuple[int, int]
+) -> None:
     """Body of a fork: never returns."""
-    for descriptor, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    for descriptor, output in enumerate(outputs, start=1):
+        os.dup2(output, descriptor)
     status = 0
     try:
         function(*args)
@@ -102,4 +87,4 @@ def _run_and_exit(function: Callable[..., Any], args: tuple[Any, ...], outputs: 
 
 
 if __name__ == "__main__":
-    _serve(json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    _serve(int(sys.argv[1]), sys.argv[2:])

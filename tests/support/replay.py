@@ -1,7 +1,7 @@
 """Record what one rank receives in an exchange of many, and replay it in a single process.
 
-Record: 16 CPU ranks run the four passes of a case over Gloo, and rank 0 keeps the columns that each
-of its collectives sent and received, and what the passes returned.
+Record: 16 CPU ranks run the four passes of a case over Gloo, and rank 0 keeps the messages that
+each of its collectives sent and received, and what the passes returned.
 
 Replay: one process runs rank 0's passes again. In place of a collective, a stream of its group
 waits for the caller's, clears the output, sleeps a random time, compares what is sent with the
@@ -13,7 +13,7 @@ The same replay runs on the CPU, under a `Recorder`, which finds faults by the o
 and on a GPU. It covers all of the device's side but NCCL itself. No pytest, no
 Megatron.
 
-Notation: N = rows of a message, C = chunks.
+Notation: C = chunks.
 """
 
 import random
@@ -59,8 +59,8 @@ NUM_CHUNKS = (1, 2, 3, 4)
 MOST_CYCLES = 200_000
 LIMIT_S = 300
 
-# (place among the exchanges of the case, pass, stage, chunk) -> (sent columns, received columns)
-Messages: TypeAlias = dict[tuple[int, str, str, int], tuple[list[torch.Tensor], list[torch.Tensor]]]
+# Place among the exchanges of the case, pass, stage, chunk.
+Key: TypeAlias = tuple[int, str, str, int]
 
 
 class ReplayCase(NamedTuple):
@@ -84,11 +84,11 @@ class Recorded(NamedTuple):
     """One case, as rank 0 saw it.
 
     Attributes:
-        messages: of its collectives.
+        messages: of its collectives: sent, received.
         results: what the passes returned, by name.
     """
 
-    messages: Messages
+    messages: dict[Key, tuple[list[torch.Tensor], list[torch.Tensor]]]
     results: dict[str, torch.Tensor]
 
 
@@ -107,15 +107,11 @@ def replay_cases() -> list[ReplayCase]:
             dtype="bfloat16",
             num_blocks=NUM_BLOCKS,
         )
-        if chain.incompatibility(case.layout(0)) is not None:
-            continue
-        chunks = NUM_CHUNKS[:1] if chain.serial else NUM_CHUNKS
-        made += [ReplayCase(replace(case, num_chunks=number)) for number in chunks]
-        if chain.rows == "tokens":
-            made += [
-                ReplayCase(replace(case, num_chunks=number), pipelined=True)
-                for number in NUM_CHUNKS
-            ]
+        if chain.incompatibility(case.layout(0)) is None:
+            in_chunks = [replace(case, num_chunks=number) for number in NUM_CHUNKS]
+            made += [ReplayCase(each) for each in in_chunks[: 1 if chain.serial else None]]
+            if chain.rows == "tokens":
+                made += [ReplayCase(each, pipelined=True) for each in in_chunks]
     return made
 
 
@@ -123,24 +119,13 @@ def record(cases: Sequence[ReplayCase]) -> list[Recorded]:
     """Run the cases on forked CPU ranks; called before this process has made threads or groups.
 
     Raises:
-        RuntimeError: a rank failed; its own error is on standard error.
+        Exception: that of the first rank that failed, or multiprocessing's of a time limit.
     """
-    fork = get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, get_context("fork").Pool(NUM_RANKS) as ranks:
         path = Path(folder, "record.pt")
-        ranks = [
-            fork.Process(target=_record_rank, args=(rank, folder, path, cases), daemon=True)
-            for rank in range(NUM_RANKS)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(LIMIT_S)
-        failed = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
-        for process in ranks:
-            process.kill()
-        if failed:
-            raise RuntimeError(f"recording failed or took over {LIMIT_S} s on ranks {failed}")
+        ended = ranks.imap_unordered(partial(_record_rank, folder, path, cases), range(NUM_RANKS))
+        for _ in range(NUM_RANKS):
+            ended.next(LIMIT_S)
         return read_records(path)
 
 
@@ -154,23 +139,37 @@ def write_records(path: Path, records: Sequence[Recorded]) -> None:
     torch.save([tuple(each) for each in records], path)
 
 
-def _record_rank(rank: int, folder: str, path: Path, cases: Sequence[ReplayCase]) -> None:
+def _record_rank(folder: str, path: Path, cases: Sequence[ReplayCase], rank: int) -> None:
     from monta_megatron.emulation import gloo_collectives
 
     torch.set_num_threads(1)
     gloo_collectives.install()
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
-    records = []
-    for each in cases:
-        layer = Layer.of(each)
-        messages: Messages = {}
-        with in_place_of_start(_recorder(layer, messages)):
-            results = layer.run()
-        records.append(Recorded(messages, results))
+    records = [_recorded(each) for each in cases]
     if rank == 0:
         write_records(path, records)
     dist.barrier()
+
+
+def _recorded(each: ReplayCase) -> Recorded:
+    """The messages of a case as this rank sends and receives them."""
+    layer, messages, usual = Layer.of(each), {}, operations._start
+
+    def start(buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
+        sent = _copies(buffers.sent(operation))
+        for work in usual(buffers, operation, how):
+            work.wait()
+        received = _copies(buffers.messages(operation.writes[0]))
+        messages[layer.key_of(buffers, operation)] = sent, received
+        return []
+
+    with mock.patch.object(operations, "_start", start):
+        return Recorded(messages, layer.run())
+
+
+def _copies(messages: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [message.clone() for message in messages]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,27 +190,19 @@ class Layer:
     inputs: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(
-        cls,
-        each: ReplayCase,
-        device: str | torch.device = "cpu",
-        fused: bool = False,
-        **monitor: Any,
-    ) -> "Layer":
+    def of(cls, each: ReplayCase, device: str | torch.device = "cpu", **settings: Any) -> "Layer":
         """The layer of this rank; of rank 0 of a world that is not there, without process groups.
 
         Args:
             each: the case.
             device: where its tensors are.
-            fused: whether Triton kernels do the work.
-            monitor: `monitor`, of the exchanges.
+            settings: of the exchanges: `fused`, `monitor`.
         """
         case = each.case
         data, place = make_data(case), None
         if not dist.is_initialized():
             place = 0, groups_of(case.layout(0))
         source = make_source(case, data, place)
-        settings = {"fused": fused, **monitor}
         # `shared` holds tensors of a device.
         exchanges = [replace(source.exchange, shared={}, **settings)]
         if each.pipelined:
@@ -235,28 +226,29 @@ class Layer:
         """All four passes, through autograd, with work of the caller's stream around them."""
         tokens, expert_rows, expert_probs, gradients = self.inputs
         rows = tokens.clone().requires_grad_()
-        probs = self.source.probs.clone().requires_grad_()
+        probs, ids = self.source.probs.clone().requires_grad_(), self.source.ids
+        results: dict[str, Any] = {}
         if self.pipelined:
-            assert self.source.ids is not None
-            output = run_pipeline(
-                self.exchanges, rows * 1, probs * 1, self.source.ids, _Experts.apply
-            )
-            (output * 1).backward(gradients)
-            return _detached(output=output, token_gradient=rows.grad, prob_gradient=probs.grad)
-        (exchange,) = self.exchanges
-        arrived, arrived_probs = dispatch(exchange, rows * 1, probs * 1, self.source.ids)
-        torch.autograd.backward([arrived * 1, arrived_probs * 1], [expert_rows, expert_probs])
-        outputs = expert_rows.clone().requires_grad_()
-        combined = combine(exchange, outputs * 1)
-        (combined * 1).backward(gradients)
-        return _detached(
-            expert_rows=arrived,
-            expert_probs=arrived_probs,
-            token_gradient=rows.grad,
-            prob_gradient=probs.grad,
-            output=combined,
-            expert_gradient=outputs.grad,
-        )
+            assert ids is not None
+            output = run_pipeline(self.exchanges, rows * 1, probs * 1, ids, _Experts.apply)
+        else:
+            (exchange,) = self.exchanges
+            arrived, arrived_probs = dispatch(exchange, rows * 1, probs * 1, ids)
+            torch.autograd.backward([arrived * 1, arrived_probs * 1], [expert_rows, expert_probs])
+            outputs = expert_rows.clone().requires_grad_()
+            output = combine(exchange, outputs * 1)
+            results = {"expert_rows": arrived, "expert_probs": arrived_probs}
+        (output * 1).backward(gradients)
+        if not self.pipelined:
+            results["expert_gradient"] = outputs.grad
+        results |= {"output": output, "token_gradient": rows.grad, "prob_gradient": probs.grad}
+        assert all(one is not None for one in results.values()), "a pass gave no gradient"
+        return {name: one.detach() for name, one in results.items()}
+
+    def key_of(self, buffers: Buffers, operation: Operation) -> Key:
+        """Of a collective."""
+        place = next(n for n, one in enumerate(self.exchanges) if one is buffers.exchange)
+        return place, buffers.pass_name, operation.stage, operation.chunk
 
 
 class _Experts(torch.autograd.Function):
@@ -274,134 +266,113 @@ class _Experts(torch.autograd.Function):
         return gradient * 2, None, gradient[:, 0].to(ctx.dtype)
 
 
-def _detached(**results: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    assert all(one is not None for one in results.values()), "a pass gave no gradient"
-    return {name: one.detach() for name, one in results.items() if one is not None}
+class Replay:
+    """A case that runs again, from its record, with collectives of which each group has a stream.
 
-
-Start: TypeAlias = Callable[[Callable[..., Any], Buffers, Operation, Callable[..., Any]], list[Any]]
-
-
-@contextmanager
-def in_place_of_start(start: Start) -> Iterator[None]:
-    """Context in which collectives are started by this: (usual start, its arguments) -> works."""
-    usual = operations._start
-    with mock.patch.object(
-        operations, "_start", lambda buffers, operation, how: start(usual, buffers, operation, how)
-    ):
-        yield
-
-
-def key_of(layer: Layer, buffers: Buffers, operation: Operation) -> tuple[int, str, str, int]:
-    place = next(n for n, one in enumerate(layer.exchanges) if one is buffers.exchange)
-    return place, buffers.pass_name, operation.stage, operation.chunk
-
-
-def _sent(buffers: Buffers, operation: Operation) -> list[torch.Tensor]:
-    """The columns of its message."""
-    number = operation.reads[0]
-    columns = buffers.columns(number) if number else buffers.source(operation)
-    return columns.tensors()
-
-
-def received_by(buffers: Buffers, operation: Operation) -> list[torch.Tensor]:
-    buffers.messages(operation.writes[0])
-    return buffers.columns(operation.writes[0]).tensors()
-
-
-class _RecordedWork:
-    """A collective whose output is kept once it has been waited for."""
-
-    def __init__(self, work: dist.Work, keep: Callable[[], None]) -> None:
-        self._work, self._keep = work, keep
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._keep()
-
-
-def _recorder(layer: Layer, messages: Messages) -> Start:
-    """Start collectives as usual, and keep what they send and receive."""
-
-    def start(usual: Any, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
-        sent = [one.clone() for one in _sent(buffers, operation)]
-        works = usual(buffers, operation, how)
-        received = received_by(buffers, operation)
-
-        def keep() -> None:
-            messages[key_of(layer, buffers, operation)] = sent, [one.clone() for one in received]
-
-        return [*works[:-1], _RecordedWork(works[-1], keep)]
-
-    return start
-
-
-class StandIn:
-    """Collectives of a device, of which each group has a stream; see above.
-
-    Attributes:
-        differences: by collective, how many bytes it sent that the record has not; on the device.
+    Args:
+        each: the case.
+        recorded: its record.
+        device: where its tensors are; the CPU by default.
+        seed: of the times that collectives take.
+        settings: of the exchanges; see `Layer.of`.
     """
 
     def __init__(
-        self, layer: Layer, device: torch.device, messages: Messages | None = None, seed: int = 0
+        self,
+        each: ReplayCase,
+        recorded: Recorded,
+        device: torch.device | None = None,
+        seed: int = 0,
+        **settings: Any,
     ) -> None:
-        self.differences: dict[tuple[int, str, str, int], torch.Tensor] = {}
-        self._layer = layer
-        self._device = device
+        self._device = device or torch.device("cpu")
+        self._each, self._recorded = each, recorded
+        self._layer = Layer.of(each, self._device, **settings)
         self._messages = {
-            key: tuple([one.to(device) for one in columns] for columns in message)
-            for key, message in (messages or {}).items()
+            key: tuple([one.to(self._device) for one in messages] for messages in both)
+            for key, both in recorded.messages.items()
         }
         self._random = random.Random(seed)
         # By group; of another pool than the executor's, as NCCL's may be.
-        self._streams: dict[str, torch.cuda.Stream] = defaultdict(
-            lambda: torch.cuda.Stream(device, priority=-1)
+        self._streams: dict[str | None, torch.cuda.Stream] = defaultdict(
+            lambda: torch.cuda.Stream(self._device, priority=-1)
         )
+        # Of each collective, how many values it sent that the record has not; on the device.
+        self._sent: dict[Key, torch.Tensor] = {}
+        self._results: dict[str, torch.Tensor] = {}
 
-    def start(self, usual: Any, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
+    def run(self) -> None:
+        """Issue all passes; nothing waits for the device."""
+        with mock.patch.object(operations, "_start", self.start):
+            self._results = self._layer.run()
+
+    def start(self, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
         """In place of a collective: what others wait for."""
-        key = key_of(self._layer, buffers, operation)
         recorder = buffers.exchange.monitor.recorder
         if recorder is not None:
             recorder.note(Step("start", buffers.pass_name, operation))
-        expected, arriving = self._messages[key]
-        sent, received = _sent(buffers, operation), received_by(buffers, operation)
+        stream = self._streams[operation.group]
+        sent, received = buffers.sent(operation), buffers.messages(operation.writes[0])
+        key = self._layer.key_of(buffers, operation)
         # What the caller owns, or a later operation reads, stays.
         buffer = buffers.bound.program.buffers[operation.reads[0]]
         is_last = buffer.release is not Release.CALLER and buffer.last_read == operation.number
+        spent = buffers.columns(buffer.number).tensors() if is_last else []
+        deliver = partial(self.deliver, key, sent, received, spent)
+        return [order_on(stream, self._device, deliver)]
 
-        def run() -> None:
-            _poison(received)
-            torch.cuda._sleep(self._random.randrange(MOST_CYCLES))
-            differing = [_num_differing(*pair) for pair in zip(sent, expected, strict=True)]
-            self.differences[key] = torch.stack(differing).sum()
-            for into, columns in zip(received, arriving, strict=True):
-                into.copy_(columns)
-            if is_last:
-                _poison(sent)
+    def deliver(
+        self,
+        key: Key,
+        sent: list[torch.Tensor],
+        received: list[torch.Tensor],
+        spent: list[torch.Tensor],
+    ) -> None:
+        """Compare what a collective sends with the record, bring what it received, overwrite."""
+        expected, arriving = self._messages[key]
+        _poison(received)
+        torch.cuda._sleep(self._random.randrange(MOST_CYCLES))
+        differing = [_num_differing(*pair) for pair in zip(sent, expected, strict=True)]
+        self._sent[key] = torch.stack(differing).sum()
+        for into, message in zip(received, arriving, strict=True):
+            into.copy_(message)
+        _poison(spent)
 
-        assert operation.group is not None, f"{operation.kind} is no collective"
-        return self.on_stream(operation.group, run)
+    def differences(self) -> list[str]:
+        """What differs from the record, a line each."""
+        lines = [
+            f"{key}: {int(number)} values sent differ"
+            for key, number in self._sent.items()
+            if int(number)
+        ]
+        missing = self._recorded.messages.keys() - self._sent.keys()
+        lines += [f"{key}: was not sent" for key in sorted(missing)]
+        for name, expected in self._recorded.results.items():
+            if number := int(_num_differing(self._results[name].cpu(), expected)):
+                lines.append(f"{name}: {number} of {expected.numel()} values differ")
+        return [f"{self._each}: {line}" for line in lines]
 
-    def on_stream(self, group: str, run: Callable[[], None]) -> list[Any]:
-        """Run something on the stream of a group, as NCCL orders a collective."""
-        return [order_on(self._streams[group], self._device, run)]
+
+def _poison(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else 127)
 
 
-def _poison(columns: list[torch.Tensor]) -> None:
-    for column in columns:
-        column.fill_(float("nan") if column.is_floating_point() else 127)
+def _num_differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Of values, how many have other bits."""
+    assert one.shape == other.shape and one.dtype == other.dtype, "another message"
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return (one.view(bits) != other.view(bits)).sum()
 
 
-class StandInWork:
+class StandInWork(NamedTuple):
     """In place of `torch.distributed.Work`; like NCCL's it holds no tensors."""
 
-    def __init__(self, end: torch.cuda.Event, device: torch.device) -> None:
-        self._end, self._device = end, device
+    end: torch.cuda.Event
+    device: torch.device
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._end)
+        torch.cuda.current_stream(self.device).wait_event(self.end)
 
     def get_future_result(self) -> Any:
         raise RuntimeError("a stand-in has no watchdog")
@@ -415,62 +386,6 @@ def order_on(
     with torch.cuda.stream(stream):
         run()
         return StandInWork(stream.record_event(), device)
-
-
-def _num_differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Of values, how many have other bits."""
-    assert one.shape == other.shape and one.dtype == other.dtype, "another message"
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
-    return (one.view(bits) != other.view(bits)).sum()
-
-
-class Replay:
-    """A case that runs again, from its record.
-
-    Args:
-        each: the case.
-        recorded: its record.
-        device: where its tensors are; the CPU by default.
-        fused: whether Triton kernels do the work.
-        seed: of the times that collectives take.
-        monitor: `monitor`, of the exchanges.
-    """
-
-    def __init__(
-        self,
-        each: ReplayCase,
-        recorded: Recorded,
-        device: torch.device | None = None,
-        fused: bool = False,
-        seed: int = 0,
-        **monitor: Any,
-    ) -> None:
-        device = device or torch.device("cpu")
-        self._each, self._recorded = each, recorded
-        self._layer = Layer.of(each, device, fused, **monitor)
-        self._collectives = StandIn(self._layer, device, recorded.messages, seed)
-        self._results: dict[str, torch.Tensor] = {}
-
-    def run(self) -> None:
-        """Issue all passes; nothing waits for the device."""
-        with in_place_of_start(self._collectives.start):
-            self._results = self._layer.run()
-
-    def differences(self) -> list[str]:
-        """What differs from the record, a line each."""
-        each, sent = self._each, self._collectives.differences
-        lines = [
-            f"{each}: {pass_name}, {stage}, chunk {chunk}"
-            f"{f' of exchange {place}' * each.pipelined}: {int(number)} values sent differ"
-            for (place, pass_name, stage, chunk), number in sent.items()
-            if int(number)
-        ]
-        missing = self._recorded.messages.keys() - sent.keys()
-        lines += [f"{each}: {key}: was not sent" for key in sorted(missing)]
-        for name, expected in self._recorded.results.items():
-            if number := int(_num_differing(self._results[name].cpu(), expected)):
-                lines.append(f"{each}: {name}: {number} of {expected.numel()} values differ")
-        return lines
 
 
 @contextmanager
@@ -500,27 +415,20 @@ def _no_waits_for_collectives(program: Program) -> Program:
 def _reused_early(program: Program, is_sent: bool) -> Program:
     """A program without the waits for memory that a collective before has sent or received."""
     slots: dict[int, list[int]] = {}
-    left_out: dict[int, set[int]] = {}
+    left_out: dict[int, set[int]] = defaultdict(set)
     for operation in program.operations:
         for number in operation.writes:
             before = slots.setdefault(program.buffers[number].slot, [])
-            readers = [
-                each
+            left_out[operation.number] |= {
+                each.number
                 for each in program.operations
                 if not set(before).isdisjoint(each.reads)
                 and (each if is_sent else operation).is_collective
-            ]
-            left_out.setdefault(operation.number, set()).update(each.number for each in readers)
+            }
             before.append(number)
     return _with_waits(
         program, lambda each: [one for one in each.waits if one not in left_out[each.number]]
     )
-
-
-@contextmanager
-def _streams(made: type[CudaStreams]) -> Iterator[None]:
-    with mock.patch.object(executor, "streams_for", made):
-        yield
 
 
 class _NoForkInBackward(CudaStreams):
@@ -534,16 +442,14 @@ class _NoForkInBackward(CudaStreams):
 @contextmanager
 def _poisoned_early() -> Iterator[None]:
     """Context in which the caller overwrites what it sends once the collective was started."""
-    usual_start = StandIn.start
+    usual = Replay.start
 
-    def start(
-        stand_in: StandIn, usual: Any, buffers: Buffers, operation: Operation, how: Any
-    ) -> Any:
-        works = usual_start(stand_in, usual, buffers, operation, how)
-        _poison(_sent(buffers, operation))
+    def start(replay: Replay, buffers: Buffers, operation: Operation, how: Any) -> list[Any]:
+        works = usual(replay, buffers, operation, how)
+        _poison(buffers.sent(operation))
         return works
 
-    with mock.patch.object(StandIn, "start", start):
+    with mock.patch.object(Replay, "start", start):
         yield
 
 
@@ -556,6 +462,8 @@ FAULTS: Mapping[str | None, Callable[[], AbstractContextManager[Any]]] = {
     "a receive buffer reused early": partial(
         _other_programs, partial(_reused_early, is_sent=False)
     ),
-    "a stream not forked in a backward pass": partial(_streams, _NoForkInBackward),
+    "a stream not forked in a backward pass": partial(
+        mock.patch.object, executor, "streams_for", _NoForkInBackward
+    ),
     "a message poisoned before its end event": _poisoned_early,
 }

@@ -17,10 +17,10 @@ Order is kept as vector clocks: stream -> how many of its operations have surely
 are ordered if the later one's clock holds the earlier one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -34,14 +34,14 @@ from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.monitor import Monitor, Step
 
 Clock = dict[str, int]
+# First byte of some memory, and the one behind its last.
+Span = tuple[int, int]
 
 # Copies are over at once next to collectives, but take some time.
-COLLECTIVE_DURATION = 1.0
-KERNEL_DURATION = 1e-6
+DURATIONS = {"kernel": 1e-6, "collective": 1.0, "wait": 0.0}
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Something that could go wrong on a GPU."""
 
     kind: Literal["race", "reuse", "sync"]
@@ -50,23 +50,20 @@ class Finding:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What was issued to the device: a kernel, a collective, or a wait for another entry."""
+    """What was issued to the device: a kernel, a collective, or a wait for another entry.
 
-    kind: Literal["kernel", "collective", "wait"]
+    Attributes:
+        tick: of a kernel or a collective, its number on its stream. An allocation has that of the
+            kernel before it.
+    """
+
+    kind: Literal["kernel", "collective", "wait", "allocation"]
     stream: str
     name: str
     target: "Entry | None" = None
     step: Step | None = None
     group: str = ""
-
-
-@dataclass(frozen=True)
-class Access:
-    """One operation's touch of a buffer."""
-
-    stream: str
-    tick: int
-    name: str
+    tick: int = 0
 
     def is_in(self, clock: Clock) -> bool:
         """Whether it has surely run once everything in `clock` has."""
@@ -77,38 +74,31 @@ class Access:
 
 
 @dataclass(eq=False)
-class Piece:
-    """Bytes of a buffer that an operation has touched, and the accesses to them."""
-
-    write: Access | None = None
-    reads: dict[str, Access] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
 class Buffer:
-    """Memory of one allocation, its pieces, and the streams that hold it back from reuse.
+    """Memory of one allocation, the latest accesses to it, and the streams that hold it back.
 
     Attributes:
-        pieces: by their first byte and the one behind the last; they may overlap.
+        written: by bytes, which may overlap.
+        read: by bytes and stream.
     """
 
     memory: StorageWeakRef
     owner: "RecordedStream"
     num_bytes: int
-    pieces: dict[tuple[int, int], Piece]
+    written: dict[Span, Entry]
+    read: dict[tuple[Span, str], Entry] = field(default_factory=dict)
     recorded: "set[RecordedStream]" = field(default_factory=set)
 
-    def overlapping(self, span: tuple[int, int]) -> list[Piece]:
-        """The pieces that share bytes with a span, which is one of them from now on."""
-        self.pieces.setdefault(span, Piece())
+    def accesses(self, span: Span, with_reads: bool) -> list[Entry]:
+        """Those that share bytes with a span."""
         begin, end = span
-        return [
-            piece for (first, last), piece in self.pieces.items() if first < end and begin < last
-        ]
+        found = [(place, entry) for place, entry in self.written.items()]
+        if with_reads:
+            found += [(place, entry) for (place, _), entry in self.read.items()]
+        return [entry for (first, last), entry in found if first < end and begin < last]
 
 
-@dataclass(frozen=True)
-class RecordedEvent:
+class RecordedEvent(NamedTuple):
     """What a stream had issued when the event was recorded."""
 
     clock: Clock
@@ -130,8 +120,7 @@ class RecordedStream:
 
     def wait_event(self, event: RecordedEvent) -> None:
         self.recorder.find_freed()
-        for name, tick in event.clock.items():
-            self.clock[name] = max(self.clock.get(name, 0), tick)
+        _advance(self.clock, event.clock)
         self.issue(Entry("wait", self.name, "wait", target=event.last))
 
     def wait_stream(self, stream: "RecordedStream") -> None:
@@ -142,18 +131,18 @@ class RecordedStream:
         self.last = entry
 
 
+@dataclass(eq=False)
 class RecordedWork:
     """In place of `torch.distributed.Work`.
 
     It keeps no tensor alive, as NCCL's own does: the executor must not rely on that.
     """
 
-    def __init__(self, recorder: "Recorder", end: RecordedEvent) -> None:
-        self._recorder = recorder
-        self._end = end
+    recorder: "Recorder"
+    end: RecordedEvent
 
     def wait(self) -> None:
-        self._recorder.current.wait_event(self._end)
+        self.recorder.current.wait_event(self.end)
 
     def is_completed(self) -> bool:
         return False
@@ -170,6 +159,7 @@ class Recorder(TorchDispatchMode):
         queue: everything issued to the device, in the order of issue.
         findings: what the checker found, in the order of issue.
         side_streams: that the executor has made.
+        num_switches: calls that set the current stream; a context is two.
         live_bytes: of all memory that was touched and not freed yet.
         peak_bytes: the most of it since `forget_peak`.
     """
@@ -182,12 +172,12 @@ class Recorder(TorchDispatchMode):
         self.monitor = Monitor(recorder=self._steps)
         self.queue: list[Entry] = []
         self.findings: list[Finding] = []
-        self.live_bytes = self.peak_bytes = 0
+        self.side_streams: list[RecordedStream] = []
+        self.num_switches = self.live_bytes = self.peak_bytes = 0
         self.current = RecordedStream(self, "caller", priority=-1)
         self._make_streams = make_streams
         self._buffers: dict[int, Buffer] = {}
         self._group_streams: dict[str, RecordedStream] = {}
-        self.side_streams: list[RecordedStream] = []
         self._is_muted = False
         self._patches = ExitStack()
 
@@ -208,9 +198,7 @@ class Recorder(TorchDispatchMode):
             ),
             mock.patch.object(executor, "streams_for", self._make_streams),
             mock.patch.multiple(
-                operations,
-                start_all_to_all=self._start_all_to_all,
-                start_all_gather=self._start_all_gather,
+                operations, start_all_to_all=self._start, start_all_gather=self._start
             ),
         ):
             self._patches.enter_context(patch)
@@ -244,13 +232,13 @@ class Recorder(TorchDispatchMode):
             self._buffer_of(tensor)
         # In deterministic mode torch fills memory that nothing has been written to.
         if "empty" not in name or torch.are_deterministic_algorithms_enabled():
-            self._run(self.current, Entry("kernel", self.current.name, name), read, written + new)
+            self.kernel(name, read, written + new)
         return result
 
     def kernel(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-        """Record the launch of a kernel that is no operation of torch."""
+        """Record the launch of a kernel."""
         self.find_freed()
-        self._run(self.current, Entry("kernel", self.current.name, name), read, written)
+        self._run(self.current, read, written, kind="kernel", name=name)
 
     def find_freed(self) -> None:
         """Check the memory that was freed since the last call.
@@ -258,9 +246,14 @@ class Recorder(TorchDispatchMode):
         Called before anything changes the clocks, so they still are what they were at the free.
         """
         for key in [key for key, buffer in self._buffers.items() if buffer.memory.expired()]:
-            buffer = self._buffers.pop(key)
+            buffer, reuse = self._buffers.pop(key), Clock()
             self.live_bytes -= buffer.num_bytes
-            self._free(buffer)
+            for stream in (buffer.owner, *buffer.recorded):
+                _advance(reuse, stream.clock)
+            for entry in (*buffer.written.values(), *buffer.read.values()):
+                if not entry.is_in(reuse):
+                    text = f"memory of {buffer.owner.name} may be reused before {entry} has run"
+                    self.findings.append(Finding("reuse", text))
 
     def forget_peak(self, inputs: list[torch.Tensor]) -> int:
         """Begin anew with what is live now, `inputs` included: their bytes."""
@@ -278,66 +271,48 @@ class Recorder(TorchDispatchMode):
         """The streams that own memory which was not freed yet."""
         return {buffer.owner.name for buffer in self._buffers.values()}
 
-    def _free(self, buffer: Buffer) -> None:
-        reuse: Clock = {}
-        for stream in (buffer.owner, *buffer.recorded):
-            for name, tick in stream.clock.items():
-                reuse[name] = max(reuse.get(name, 0), tick)
-        for piece in buffer.pieces.values():
-            for access in (piece.write, *piece.reads.values()):
-                if access is not None and not access.is_in(reuse):
-                    text = f"memory of {buffer.owner.name} may be reused before {access} has run"
-                    self.findings.append(Finding("reuse", text))
-
     def _buffer_of(self, tensor: torch.Tensor) -> Buffer:
-        storage = tensor.untyped_storage()
+        storage, owner = tensor.untyped_storage(), self.current
         # Its weak reference keeps the key from being used again.
         if storage._cdata not in self._buffers:
-            tick = self.current.clock.get(self.current.name, 0)
-            buffer = Buffer(
-                StorageWeakRef(storage),
-                self.current,
-                storage.nbytes(),
-                {(0, storage.nbytes()): Piece(Access(self.current.name, tick, "allocation"))},
-            )
+            num_bytes, tick = storage.nbytes(), owner.clock.get(owner.name, 0)
+            made = Entry("allocation", owner.name, "allocation", tick=tick)
+            buffer = Buffer(StorageWeakRef(storage), owner, num_bytes, {(0, num_bytes): made})
             self._buffers[storage._cdata] = buffer
-            self.live_bytes += buffer.num_bytes
+            self.live_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return self._buffers[storage._cdata]
 
     def _run(
         self,
         stream: RecordedStream,
-        entry: Entry,
-        read: list[torch.Tensor],
-        written: list[torch.Tensor],
+        read: Iterable[torch.Tensor],
+        written: Iterable[torch.Tensor],
+        **fields: Any,
     ) -> None:
-        tick = stream.clock.get(stream.name, 0) + 1
-        stream.clock[stream.name] = tick
-        access = Access(stream.name, tick, entry.name)
-        for buffer, span in self._touched(read):
-            earlier = [piece.write for piece in buffer.overlapping(span)]
-            self._check_order(stream, buffer, access, earlier)
-            buffer.pieces[span].reads[stream.name] = access
-        for buffer, span in self._touched(written):
-            pieces = buffer.overlapping(span)
-            earlier = [one for piece in pieces for one in (piece.write, *piece.reads.values())]
-            self._check_order(stream, buffer, access, earlier)
-            buffer.pieces[span] = Piece(access)
+        """Issue what reads and writes memory; the fields are those of its entry."""
+        tick = stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+        entry = Entry(stream=stream.name, tick=tick, **fields)
+        for tensor in read:
+            self._access(stream, tensor, entry, is_write=False)
+        for tensor in written:
+            self._access(stream, tensor, entry, is_write=True)
         stream.issue(entry)
 
-    def _touched(self, tensors: list[torch.Tensor]) -> set[tuple[Buffer, tuple[int, int]]]:
-        return {
-            (self._buffer_of(tensor), span_bytes(tensor)) for tensor in tensors if tensor.numel()
-        }
-
-    def _check_order(
-        self, stream: RecordedStream, buffer: Buffer, access: Access, before: list[Access | None]
+    def _access(
+        self, stream: RecordedStream, tensor: torch.Tensor, entry: Entry, is_write: bool
     ) -> None:
-        for earlier in before:
-            if earlier is not None and not earlier.is_in(stream.clock):
-                text = f"{access} does not wait for {earlier} (memory of {buffer.owner.name})"
+        if tensor.numel() == 0:
+            return
+        buffer, span = self._buffer_of(tensor), span_bytes(tensor)
+        for earlier in buffer.accesses(span, with_reads=is_write):
+            if not earlier.is_in(stream.clock):
+                text = f"{entry} does not wait for {earlier} (memory of {buffer.owner.name})"
                 self.findings.append(Finding("race", text))
+        if is_write:
+            buffer.written[span] = entry
+        else:
+            buffer.read[span, stream.name] = entry
 
     def _make_side_stream(self, device: torch.device, priority: int) -> RecordedStream:
         name = f"stage {len(self.side_streams)}"
@@ -346,16 +321,18 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _on(self, stream: RecordedStream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before = self.current
+        self._set(stream)
         try:
             yield
         finally:
-            self.current = before
+            self._set(before)
 
     def _set(self, stream: RecordedStream) -> None:
         self.current = stream
+        self.num_switches += 1
 
-    def _start_all_to_all(
+    def _start(
         self,
         output: torch.Tensor,
         input_: torch.Tensor,
@@ -363,22 +340,14 @@ class Recorder(TorchDispatchMode):
         send: list[int],
         group: PeerGroup,
     ) -> RecordedWork:
-        # Every rank has the same tokens: on the way to the experts each peer sends what this
-        # rank sends to itself. On the way back there are no ids, so the values do not matter.
-        own = input_.split(send)[group.rank]
-        if set(receive) != {own.shape[0]}:
-            own = None
-        return self.collective(output, input_, own, group)
+        """A collective of ranks that all have the same tokens.
 
-    def _start_all_gather(
-        self,
-        output: torch.Tensor,
-        input_: torch.Tensor,
-        receive: list[int],
-        send: list[int],
-        group: PeerGroup,
-    ) -> RecordedWork:
-        return self.collective(output, input_, input_, group)
+        On the way to the experts each peer sends what this rank sends to itself, or gathers. On the
+        way back there are no ids, so the values do not matter.
+        """
+        is_gather = len(input_) != sum(send)
+        own = input_ if is_gather else input_.split(send)[group.rank]
+        return self.collective(output, input_, own if {*receive} == {len(own)} else None, group)
 
     def collective(
         self,
@@ -395,21 +364,26 @@ class Recorder(TorchDispatchMode):
                 output.zero_()
             else:
                 output.copy_(torch.cat([share] * group.size))
-        if group.name not in self._group_streams:
-            self._group_streams[group.name] = RecordedStream(self, f"group {group.name}")
-        stream = self._group_streams[group.name]
+        made = RecordedStream(self, f"group {group.name}")
+        stream = self._group_streams.setdefault(group.name, made)
         stream.wait_stream(self.current)
         step = self._steps[-1]
-        entry = Entry("collective", stream.name, step.operation.stage, step=step, group=group.name)
-        self._run(stream, entry, [input_], [output])
+        fields = {"name": step.operation.stage, "step": step, "group": group.name}
+        self._run(stream, [input_], [output], kind="collective", **fields)
         return RecordedWork(self, stream.record_event())
 
     def muted(self) -> AbstractContextManager[Any]:
         return mock.patch.object(self, "_is_muted", True)
 
 
-def span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's first byte lies in its memory, and the one behind its last."""
+def _advance(clock: Clock, other: Clock) -> None:
+    """Let a clock hold all that another one holds."""
+    for name, tick in other.items():
+        clock[name] = max(clock.get(name, 0), tick)
+
+
+def span_bytes(tensor: torch.Tensor) -> Span:
+    """Where a tensor's bytes lie in its memory."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
     steps = (
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -443,9 +417,7 @@ def times_in_one_queue(queue: list[Entry]) -> dict[Entry, tuple[float, float]]:
     head = 0.0
     for entry in queue:
         before = (last_on.get(entry.stream), entry.target)
-        start = max([head, *(times[one][1] for one in before if one is not None)])
-        durations = {"kernel": KERNEL_DURATION, "collective": COLLECTIVE_DURATION, "wait": 0.0}
-        times[entry] = (start, start + durations[entry.kind])
+        head = max([head, *(times[one][1] for one in before if one is not None)])
+        times[entry] = (head, head + DURATIONS[entry.kind])
         last_on[entry.stream] = entry
-        head = start
     return times

@@ -1,6 +1,7 @@
 """Times of a device, by events, on the host's clock."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +33,9 @@ class FakeEvent:
         return (other.at_us - self.at_us) / 1e3
 
 
-# Two collectives of a group, as (time, action, chunk).
+# Two collectives of a group, as (time, action, chunk): one ends at the first wait, and the group
+# runs them in order. The host is ahead by 5 us: a pass lasts from when it comes there until the
+# device has ended.
 TWO_SENDS: list[tuple[float, Action, int]] = [
     (200, "begin", 0),
     (201, "start", 0),
@@ -44,62 +47,15 @@ TWO_SENDS: list[tuple[float, Action, int]] = [
     (240, "ready", 1),
     (250, "ready", 0),
 ]
-
-
-def recorded(
-    is_device: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    stages: list[Stage],
-    steps: list[tuple[float, Action, int]],
-) -> list[tuple[Any, ...]]:
-    """(resource, number, start, end) of what is recorded in steps of a pass."""
-    monkeypatch.setattr(record, "now_us", lambda: FakeEvent.now_us)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    FakeEvent.now_us = steps[0][0] - 100
-    recorder = Recorder(is_device=is_device)
-    FakeEvent.now_us = steps[0][0]
-    recorder.begin("dispatch")
-    for at_us, action, number in steps:
-        FakeEvent.now_us = at_us
-        operation = operation_of(number, number % len(stages), number, stages)
-        recorder.note(Step(action, "dispatch", operation))
-        if action == "start" and not is_device:
-            # Its thread notes the end, at the latest when the collective is waited for.
-            work = CompletedWork(at_us + 5.5)
-            recorder.watch([work], "dispatch", number)[0].wait()
-    recorder.end()
-    return [(s.resource, s.operation, s.start_us, s.end_us) for s in recorder.spans("a row", 0)]
-
-
-class CompletedWork(torch.distributed.Work):
-    """A collective that has ended at a time."""
-
-    def __init__(self, at_us: float) -> None:
-        super().__init__()
-        self._at_us = at_us
-
-    def wait(self, *timeout: Any) -> bool:
-        FakeEvent.now_us = self._at_us
-        return True
-
-
-def test_a_collective_ends_at_the_first_wait_and_a_group_runs_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # The host is ahead by 5 us: a pass lasts from when it comes there until the device has ended.
-    assert sorted(recorded(True, monkeypatch, [SEND], TWO_SENDS)) == [
-        ("host", 0, 200, 202),
-        ("host", 1, 202, 204),
-        ("inter", 0, 206, 235),
-        ("inter", 1, 235, 245),
-        ("pass", None, 200, 255),
-    ]
-
-
-# A collective that ends at 8, which is noticed at 9, between two copies.
-STAGES = [COPY, SEND, Stage(work_of("order", "memory", (0.0,)), 0)]
-STEPS: list[tuple[float, Action, int]] = [
+ON_A_DEVICE = [
+    ("host", 0, 200, 202),
+    ("host", 1, 202, 204),
+    ("inter", 0, 206, 235),
+    ("inter", 1, 235, 245),
+    ("pass", None, 200, 255),
+]
+# A collective of a CPU rank that ends at 8, which is noticed at 9, between two copies.
+COPIES_AND_SEND: list[tuple[float, Action, int]] = [
     (0.0, "begin", 0),
     (2.0, "end", 0),
     (2.0, "begin", 1),
@@ -110,17 +66,44 @@ STEPS: list[tuple[float, Action, int]] = [
     (9.0, "ready", 1),
     (10.0, "end", 2),
 ]
+ON_A_CPU_RANK = [
+    ("inter", 1, 2.5, 8),
+    ("memory", 0, 0, 2),
+    ("memory", 2, 9, 10),
+    ("pass", None, 0, 10),
+]
 
 
-def test_a_cpu_ranks_collective_ends_before_it_is_waited_for(
+@pytest.mark.parametrize(
+    ("stages", "steps", "expected"),
+    [([SEND], TWO_SENDS, ON_A_DEVICE), ([COPY, SEND, COPY], COPIES_AND_SEND, ON_A_CPU_RANK)],
+)
+def test_when_operations_run(
     monkeypatch: pytest.MonkeyPatch,
+    stages: list[Stage],
+    steps: list[tuple[float, Action, int]],
+    expected: list[tuple[Any, ...]],
 ) -> None:
-    assert sorted(recorded(False, monkeypatch, STAGES, STEPS)) == [
-        ("inter", 1, 2.5, 8),
-        ("memory", 0, 0, 2),
-        ("memory", 2, 9, 10),
-        ("pass", None, 0, 10),
-    ]
+    """(resource, number, start, end) of what is recorded in steps of a pass."""
+    monkeypatch.setattr(record, "now_us", lambda: FakeEvent.now_us)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    is_device = expected is ON_A_DEVICE
+    FakeEvent.now_us = steps[0][0] - 100
+    recorder = Recorder(is_device=is_device)
+    FakeEvent.now_us = steps[0][0]
+    recorder.begin("dispatch")
+    for at_us, action, number in steps:
+        FakeEvent.now_us = at_us
+        operation = operation_of(number, number % len(stages), number, stages)
+        recorder.note(Step(action, "dispatch", operation))
+        if action == "start" and not is_device:
+            # Its thread notes the end, at the latest when the collective is waited for.
+            ends = mock.Mock(wait=lambda: setattr(FakeEvent, "now_us", 8))
+            recorder.watch([ends], "dispatch", number)[0].wait()
+    recorder.end()
+    spans = recorder.spans("a row", 0)
+    assert sorted((s.resource, s.operation, s.start_us, s.end_us) for s in spans) == expected
 
 
 def test_events_lie_on_the_hosts_clock_and_in_order() -> None:

@@ -10,7 +10,6 @@ import pytest
 from commands import Monta
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.cli import main
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
 from monta_megatron.planner.model import load_model
@@ -152,11 +151,8 @@ def test_a_trace_has_a_process_per_rank_and_a_thread_per_resource(path: Path) ->
             assert event["ts"] + event["dur"] < following["ts"]
 
 
-def test_the_command_draws_the_fastest_of_a_trace(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["timeline", str(path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_the_command_draws_the_fastest_of_a_trace(path: Path, monta: Monta) -> None:
+    document = monta.document("timeline", path)
     assert document["drawn"] == [STOCK, DEDUP]
     assert document["ratio_to_alltoall"] == 1
     hidden = [row["hidden_share"] for row in document["rows"]]
@@ -164,22 +160,20 @@ def test_the_command_draws_the_fastest_of_a_trace(
     assert hidden[1] == {"inter": 40 / 50, "intra": 1, "memory": None}
     picture = path.with_suffix(".png")
     assert document["picture"] == str(picture) and picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["timeline", str(path), "--chain", "hierarchical_alltoall"]) == 0
-    headline, *_ = capsys.readouterr().out.splitlines()
-    assert headline.startswith(f"{HIERARCHICAL} is 0.60x as fast as {STOCK}: 50 us")
-    assert main(["timeline", str(path), "--chain", "alltoall"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    status, printed, _ = monta("timeline", path, "--chain", "hierarchical_alltoall")
+    assert status == 0
+    assert printed.startswith(f"{HIERARCHICAL} is 0.60x as fast as {STOCK}: 50 us")
+    line = monta.refusal("timeline", path, "--chain", "alltoall")
     assert f"--chain: got alltoall, must have a row in {path}: {HIERARCHICAL}, {DEDUP}" in line
 
 
 def test_without_matplotlib_the_table_is_printed_and_a_line_says_why(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, monkeypatch: pytest.MonkeyPatch, monta: Monta
 ) -> None:
     monkeypatch.setattr(pictures, "can_draw", lambda: False)
-    assert main(["timeline", str(path), "--json"]) == 0
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["picture"] is None
-    assert "no picture without matplotlib: pip install matplotlib" in printed.err
+    status, printed, said = monta("timeline", path, "--json")
+    assert status == 0 and json.loads(printed)["picture"] is None
+    assert "no picture without matplotlib: pip install matplotlib" in said
 
 
 def test_the_command_draws_what_the_planner_picks(tmp_path: Path, monta: Monta) -> None:

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 from fake_world import LAYOUTS, routing_map
-from stream_recorder import Recorder
-from test_stream_safety import make_exchange, make_inputs
+from test_stream_safety import Layer
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.executor import dispatch
 from monta_megatron.exchange.rows import Copies, PartBounds, expert_ids_of, find_copies
@@ -76,16 +74,15 @@ def test_padding_of_the_map_takes_memory_for_its_pairs_alone() -> None:
     routed = routing_map(4096, LAYOUT.num_experts, padded=True)
     longest, num_pairs = int(routed.sum(dim=1).max()), int(routed.sum())
     assert longest > 200 and num_pairs < 10 * 4096
-    recorder = Recorder()
-    exchange = make_exchange(CHAINS["hierarchical_alltoall"], LAYOUT, routed, 3, recorder)
-    with recorder, torch.no_grad():
-        dispatch(exchange, *make_inputs(exchange, routed))
+    layer = Layer("hierarchical_alltoall", LAYOUT, routing_map=routed)
+    with layer.recorder, torch.no_grad():
+        dispatch(layer.exchange, *layer.inputs())
     # All ranks have the same tokens: those of both nodes' rail, and then of all ranks, come here.
     first, num_local = LAYOUT.first_expert, LAYOUT.num_local_experts
     on_node = routed.unflatten(1, (LAYOUT.num_nodes, -1))[:, LAYOUT.node]
     num_pairs += LAYOUT.num_nodes * int(on_node.sum())
     num_pairs += len(LAYOUT.nodes) * int(routed[:, first : first + num_local].sum())
-    (indices,) = exchange.shared.values()
+    (indices,) = layer.exchange.shared.values()
     # Five numbers for each, at most, where lists would take 238.
     assert indices.memory is not None
     # Three stages and chunks, with one row start more than rows each.

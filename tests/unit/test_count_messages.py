@@ -91,7 +91,7 @@ def test_every_rank_reads_what_a_recorded_routing_counts(
         torch.rand(length, tables[0].layout.num_experts, generator=generator) < 0.3
         for length in lengths
     ]
-    routing = CountedRouting(name="", routing_maps=tuple(each.numpy() for each in maps))
+    routing = CountedRouting(routing_maps=tuple(each.numpy() for each in maps))
     for table, counts in zip(tables, exchange(tables, maps), strict=True):
         assert counts.num_tokens.tolist() == lengths
         assert counts.tags.tolist() == [2**62 + rank for rank in range(num_ranks)]

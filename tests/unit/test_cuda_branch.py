@@ -18,12 +18,12 @@ from fake_world import (
     TOPK,
     bound_exchange,
     fake_world,
+    groups_of,
     megatron_groups,
     routing_maps,
 )
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     COMBINE,
     COMBINE_BACKWARD,
@@ -31,9 +31,6 @@ from monta_megatron.chains.program import (
     DISPATCH_BACKWARD,
     FORWARD_BACKWARD,
     Operation,
-    Policy,
-    Program,
-    RowFormat,
 )
 from monta_megatron.chains.stages import Permute
 from monta_megatron.exchange import operations as torch_operations
@@ -98,36 +95,25 @@ def source_lanes(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -
     return Columns(rows=rows, probs=probs, ids=ids)
 
 
-def dispatch_program(exchange: Exchange, dtype: torch.dtype) -> Program:
-    row = RowFormat(HIDDEN, dtype.itemsize, 4, 4)
-    policy: Policy = "fused" if exchange.fused else "streams"
-    width = exchange.max_experts_per_token
-    return lower(exchange.bound_chain, DISPATCH, row, width, policy).program
-
-
 def run_layer(exchange: Exchange, routed: torch.Tensor, dtype: torch.dtype) -> None:
-    """All four passes, and what they leave behind."""
+    """All four passes, and the shapes of what they return."""
     source = source_lanes(exchange, routed, dtype)
     assert source.probs is not None
-    num_expert_rows = int(exchange.bound_chain.num_expert_rows)
     expert = run(exchange, DISPATCH, source)
-    expect(expert.rows, (num_expert_rows, HIDDEN), dtype)
-    expect(expert.probs, (num_expert_rows,), torch.float32)
     output = run(exchange, COMBINE, Columns(rows=torch.empty_like(expert.rows)))
-    expect(output.rows, tuple(source.rows.shape), dtype)
     gradients = run(exchange, COMBINE_BACKWARD, Columns(rows=torch.empty_like(output.rows)))
-    expect(gradients.rows, (num_expert_rows, HIDDEN), dtype)
-    probs_gradient = torch.empty(num_expert_rows, device="cuda")
-    input_gradients = run(
-        exchange, DISPATCH_BACKWARD, Columns(rows=gradients.rows, probs=probs_gradient)
-    )
-    expect(input_gradients.rows, tuple(source.rows.shape), dtype)
-    expect(input_gradients.probs, tuple(source.probs.shape), torch.float32)
-
-
-def expect(tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    assert tensor is not None and tensor.is_cuda
-    assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+    of_probs = torch.empty(len(gradients.rows), device="cuda")
+    back = run(exchange, DISPATCH_BACKWARD, Columns(rows=gradients.rows, probs=of_probs))
+    num_rows = int(exchange.bound_chain.num_expert_rows)
+    for columns, *shapes in (
+        (expert, (num_rows, HIDDEN), (num_rows,)),
+        (output, source.rows.shape),
+        (gradients, (num_rows, HIDDEN)),
+        (back, source.rows.shape, source.probs.shape),
+    ):
+        found = [(each.is_cuda, each.shape, each.dtype) for each in columns.tensors()]
+        dtypes = dtype, torch.float32
+        assert found == [(True, *each) for each in zip(shapes, dtypes, strict=False)]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
@@ -141,8 +127,6 @@ def test_the_host_waits_for_nothing(
         pytest.skip("needs triton, which comes with torch's GPU wheels")
     device = FakeDevice(listed=[ROW_INDICES])
     exchange, routed = make_exchange(chain_name, ep, etp, device, padded, fused)
-    kinds = {series[0].kind for series in dispatch_program(exchange, dtype).series}
-    assert ("to_experts" in kinds) == (fused and CHAINS[chain_name].rows == "tokens")
     if exchange.max_experts_per_token:
         assert (exchange.max_experts_per_token > 2 * TOPK) == padded
     stages = exchange.bound_chain.stages
@@ -158,11 +142,12 @@ def test_the_host_waits_for_nothing(
         and not each.segments.is_slice
     ]
     assert device.crossings == [f"{ROW_INDICES} copies to the device"] * len(permutes)
-    assert device.recorder.findings == []
-    passes = {
-        each.step.pass_name for each in device.recorder.collectives() if each.step is not None
-    }
+    recorder = device.recorder
+    assert recorder.findings == []
+    passes = {each.step.pass_name for each in recorder.collectives() if each.step is not None}
     assert passes == {each.name for each in FORWARD_BACKWARD}
+    launched = any(each.name.startswith("triton ") for each in recorder.queue)
+    assert launched == (fused and (CHAINS[chain_name].rows == "tokens" or etp > 1))
 
 
 def on_host(rows: torch.Tensor) -> torch.Tensor:
@@ -229,10 +214,6 @@ def test_a_planted_wait_is_found(fault: str) -> None:
         run_layer(exchange, routed, torch.bfloat16)
 
 
-# Of torch.distributed, and of a process group itself.
-GATHERS = ("all_gather_into_tensor", "all_gather", "all_to_all")
-
-
 @pytest.mark.parametrize(
     ("on_device", "num_more", "issued"),
     [
@@ -244,27 +225,23 @@ GATHERS = ("all_gather_into_tensor", "all_gather", "all_to_all")
 )
 def test_how_rows_are_gathered(on_device: bool, num_more: int, issued: str) -> None:
     """Parts of one size, or this rank's with more rows than the others'."""
-    layout = LAYOUTS[16, 1]
-    group = peer_groups([CHAINS["hierarchical_allgather"]], layout, megatron_groups(layout))["node"]
+    of_torch, of_group = ("all_gather_into_tensor", "all_gather"), ("_allgather_base", "alltoall")
+    calls = mock.Mock(spec=[*of_torch, *of_group])
+    group = replace(groups_of(LAYOUTS[16, 1])["node"], process_group=calls)
     receive = [3 + num_more * (peer == group.rank) for peer in range(group.size)]
     send = [receive[group.rank]] * group.size
-    calls = {name: mock.Mock() for name in GATHERS}
-    process_group = mock.Mock(spec=("_allgather_base", "alltoall"))
-    group = replace(group, process_group=process_group)
-    with FakeDevice() if on_device else nullcontext(), mock.patch.multiple(dist, **calls):
+    patches = {name: getattr(calls, name) for name in of_torch}
+    with FakeDevice() if on_device else nullcontext(), mock.patch.multiple(dist, **patches):
         message = torch.empty(send[0], HIDDEN, device="cuda" if on_device else "cpu")
         output = message.new_empty(sum(receive), HIDDEN)
         start_all_gather(output, message, receive, send, group)
-    calls |= {name: getattr(process_group, name) for name in ("_allgather_base", "alltoall")}
-    assert {name: call.call_count for name, call in calls.items() if call.called} == {issued: 1}
-    outputs, inputs, *_ = calls[issued].call_args.args
+    ((name, (outputs, inputs, *_), _),) = calls.method_calls
+    assert name == issued
     if num_more:
         assert [len(each) for each in outputs] == receive
         assert all(each._base is output for each in outputs)
-    if issued == "alltoall":
-        assert len(inputs) == group.size and all(each is message for each in inputs)
-    else:
-        assert inputs is message
+    sent = inputs if issued == "alltoall" else [inputs] * group.size
+    assert len(sent) == group.size and all(each is message for each in sent)
 
 
 def test_a_pageable_copy_in_place_of_the_listed_one_is_found() -> None:

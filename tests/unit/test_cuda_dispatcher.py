@@ -13,12 +13,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import torch
 from fake_device import HostWaitsError
-from fake_world import (
-    LAYOUTS,
-    NUM_TOKENS,
-    TOPK,
-    fake_world,
-)
+from fake_world import LAYOUTS, NUM_TOKENS, TOPK, fake_world
 from launch_counts import HIDDEN, LISTED, layer_on_device, make_dispatcher
 from megatron.core.transformer.moe import token_dispatcher as stock
 
@@ -81,7 +76,7 @@ def test_the_counts_are_copied_once_and_waited_for_once(chain_name: str) -> None
 def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> None:
     """The planner knows."""
     with (
-        layer_on_device(chain_name, router_dtype="fp64") as (made, routed, _),
+        layer_on_device(chain_name, moe_router_dtype="fp64") as (made, routed, _),
         mock.patch.object(dispatcher, "combine", wraps=dispatcher.combine) as combine,
     ):
         forward(made, routed, torch.float64)
@@ -98,17 +93,10 @@ def test_only_permuted_tokens_are_summed_as_the_router_says(chain_name: str) -> 
 @pytest.mark.parametrize("tokens", [NUM_TOKENS, 98304])
 def test_a_plan_and_a_training_pick_the_same(tokens: int, kernels: str) -> None:
     """Chain, chunks and microseconds, of the kernels that run."""
-    with (
-        mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
-        # As where a kernel can be built.
-        mock.patch.object(planning, "is_fused", lambda choice, _: choice != "torch"),
-    ):
-        made = make_dispatcher(
-            "auto",
-            params_dtype=torch.bfloat16,
-            moe_monta_cluster="h100_8x_ndr",
-            moe_monta_kernels=kernels,
-        )
+    options = {"params_dtype": torch.bfloat16, "moe_monta_cluster": "h100_8x_ndr"}
+    # As where a kernel can be built.
+    with mock.patch.object(planning, "is_fused", lambda choice, _: choice != "torch"):
+        made = make_dispatcher("auto", kernels=kernels, **options)
     choice, why = made.setup.planner.pick(tokens)
     model = replace(
         load_model("qwen3_235b_a22b"),

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from stream_recorder import Recorder
-from test_stream_safety import LAYOUTS, PLAIN, make_exchange, make_inputs, run_layer
+from test_stream_safety import Layer
 
 import monta_megatron
-from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import operations
 from monta_megatron.exchange.errors import ExchangeError, versions
 from monta_megatron.exchange.executor import dispatch
@@ -19,9 +18,7 @@ from monta_megatron.exchange.streams import CudaStreams, Ready
 @pytest.mark.parametrize("where", ["start", "wait"])
 def test_a_failed_collective_is_named(where: str) -> None:
     """The AllToAll of the second of three chunks fails, when it is started or waited for."""
-    layout = LAYOUTS["ep2_etp2"]
-    routing_map = PLAIN.map(layout.num_experts)
-    exchange = make_exchange(CHAINS["alltoall_allgather"], layout, routing_map, 3, Recorder())
+    layer = Layer("alltoall_allgather", "ep2_etp2")
     closed = RuntimeError("connection closed by peer")
     failing = closed if where == "start" else mock.Mock(**{"wait.side_effect": closed})
     with (
@@ -31,7 +28,7 @@ def test_a_failed_collective_is_named(where: str) -> None:
         mock.patch.object(operations, "start_all_gather"),
         pytest.raises(ExchangeError) as error,
     ):
-        dispatch(exchange, *make_inputs(exchange, routing_map))
+        dispatch(layer.exchange, *layer.inputs())
     # Of pack, alltoall, pack, alltoall, allgather, order, pack, ...: chunk 2 was not started, or
     # its AllToAll is waited for before its AllGather, the ninth.
     number, kind, chunk = (3, "pack", 2) if where == "start" else (8, "alltoall", 3)
@@ -55,12 +52,9 @@ class FailingEvent(CudaStreams):
 
 def test_a_failed_copy_is_named() -> None:
     """A copy has no group."""
-    layout = LAYOUTS["ep4"]
-    routing_map = PLAIN.map(layout.num_experts)
-    recorder = Recorder(FailingEvent)
-    exchange = make_exchange(CHAINS["alltoall_dedup"], layout, routing_map, 5, recorder)
-    with recorder, pytest.raises(ExchangeError) as error:
-        run_layer(exchange, routing_map)
+    layer = Layer("alltoall_dedup", "ep4", 5, Recorder(FailingEvent))
+    with layer.recorder, pytest.raises(ExchangeError) as error:
+        layer.run()
     first, second = str(error.value).splitlines()
     assert first.startswith("dispatch: chain alltoall_dedup, stage copy per ")
     assert first.endswith(" of 5 failed: device-side assert triggered")

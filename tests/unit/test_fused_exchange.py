@@ -33,5 +33,5 @@ def test_a_calibration_times_what_a_training_launches(interpreter: Preloaded) ->
 def test_fused_exchanges_give_the_same_bits(
     interpreter: Preloaded, chain_name: str, layout_name: str
 ) -> None:
-    result = interpreter.run("fused_exchanges:compare", chain_name, layout_name, 3, 11)
+    result = interpreter.run("fused_exchanges:compare", chain_name, layout_name)
     assert result.returncode == 0, result.stderr

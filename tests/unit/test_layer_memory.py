@@ -4,20 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_stream_safety
 import torch
-from fake_world import bound_exchange, chunks_of
-from stream_recorder import Recorder
-from test_stream_safety import (
-    LAYOUTS,
-    NUM_BLOCKS,
-    TOKEN_CASES,
-    Routing,
-    make_exchange,
-    make_inputs,
-)
+from test_stream_safety import TOKEN_CASES, Layer
 
-from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.pipeline import Experts, run_pipeline
 from monta_megatron.integration.experts import (
@@ -27,14 +16,8 @@ from monta_megatron.integration.experts import (
 
 # Rows are most of the memory beside the weights.
 HIDDEN = 256
-ROUTING = Routing(num_tokens=96)
 NUM_CHUNKS = 3
 MARK = "grad_added_to_main_grad"
-
-
-@pytest.fixture(autouse=True)
-def wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_stream_safety, "HIDDEN", HIDDEN)
 
 
 class Product(torch.autograd.Function):
@@ -122,19 +105,14 @@ def peak_bytes(
         experts: the experts.
         memory: what is theirs.
     """
-    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
-    routing_map, recorder = ROUTING.map(layout.num_experts), Recorder()
-    whole, counts = bound_exchange(
-        chain, layout, [routing_map], NUM_CHUNKS, NUM_BLOCKS, monitor=recorder.monitor
-    )
-    assert isinstance(counts, TokenCounts)
-    chunks = chunks_of(whole, counts, max(num_chunks, 1))
-    rows, probs, ids = make_inputs(whole, routing_map)
+    layer = layer_of(chain_name, layout_name)
+    recorder, whole = layer.recorder, layer.exchange
+    rows, probs, ids = layer.inputs()
     assert ids is not None
     with recorder:
         before = recorder.forget_peak([rows.detach(), probs.detach(), ids, *memory])
         if num_chunks:
-            output = run_pipeline(chunks, rows * 1, probs * 1, ids, experts)
+            output = run_pipeline(layer.chunks(), rows * 1, probs * 1, ids, experts)
         else:
             expert_rows, expert_probs = dispatch(whole, rows * 1, probs * 1, ids)
             counts = torch.from_numpy(whole.bound_chain.rows_per_local_expert)
@@ -145,12 +123,8 @@ def peak_bytes(
     return recorder.peak_bytes - before
 
 
-def chunk_bytes(chain_name: str, layout_name: str) -> int:
-    """Rows of a chunk at the experts."""
-    layout = LAYOUTS[layout_name]
-    routing_map = ROUTING.map(layout.num_experts)
-    exchange = make_exchange(CHAINS[chain_name], layout, routing_map, NUM_CHUNKS, Recorder())
-    return max(exchange.bound_chain.rows_at[-1]) * HIDDEN * 4
+def layer_of(chain_name: str, layout_name: str) -> Layer:
+    return Layer(chain_name, layout_name, NUM_CHUNKS, num_tokens=96, hidden=HIDDEN)
 
 
 def shared_placeholder() -> Callable[[torch.Tensor], torch.Tensor]:
@@ -185,7 +159,8 @@ def test_weight_gradients(chain_name: str, layout_name: str, kind: str) -> None:
             (NUM_CHUNKS, plain, plain),
         )
     )
-    one_weight, two_chunks = HIDDEN * HIDDEN * 4, 2 * chunk_bytes(chain_name, layout_name)
+    rows_of_chunks = layer_of(chain_name, layout_name).exchange.bound_chain.rows_at[-1]
+    one_weight, two_chunks = HIDDEN * HIDDEN * 4, 2 * max(rows_of_chunks) * HIDDEN * 4
     if kind == "none":
         # The gradient that a product is just making comes on top; the unsplit layer has it as well,
         # but not when it holds most.

@@ -1,14 +1,14 @@
 """What a pass holds at most: the liveness of its buffers is what the executor allocates."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
-import test_stream_safety as layers
 import torch
 from stream_recorder import Recorder
-from test_stream_safety import CASES, LAYOUTS, Routing, make_exchange, run_layer
+from test_stream_safety import CASES, Layer
 
 from monta_megatron.chains import CHAINS, BoundChain
 from monta_megatron.chains.lower import lower
@@ -42,10 +42,9 @@ def measure(
 ) -> tuple[dict[str, int], BoundChain, int]:
     """Bytes at the peak of each pass beyond its input; the bound chain; the longest list."""
     streams, fused = POLICIES[policy]
-    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
-    routing_map = Routing(num_tokens=96).map(layout.num_experts)
-    recorder = Recorder(streams)
-    peaks: dict[str, int] = {}
+    recorder, peaks = Recorder(streams), dict[str, int]()
+    of_rows = {"num_tokens": 96, "hidden": ROWS[dtype].hidden_size, "dtype": dtype}
+    layer = Layer(chain_name, layout_name, num_chunks, recorder, fused=fused, **of_rows)
 
     def run(exchange: Exchange, way: Pass, columns: Columns) -> Columns:
         before = recorder.forget_peak(columns.tensors())
@@ -53,22 +52,15 @@ def measure(
         peaks[way.name] = recorder.peak_bytes - before
         return outputs
 
-    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
-    with (
-        _no_kernels(recorder) if fused else nullcontext(),
-        mock.patch.object(executor, "run", run),
-        mock.patch.multiple(layers, HIDDEN=ROWS[dtype].hidden_size, DTYPE=dtype),
-        recorder,
-    ):
-        run_layer(exchange, routing_map)
-    return peaks, exchange.bound_chain, exchange.max_experts_per_token
+    kernels: Any = nullcontext()
+    if fused:
+        from fake_kernels import recorded_launches
 
-
-def _no_kernels(recorder: Recorder) -> AbstractContextManager[None]:
-    """Memory is allocated around kernels that do not run."""
-    from fake_kernels import recorded_launches
-
-    return recorded_launches(recorder.kernel)
+        # Memory is allocated around kernels that do not run.
+        kernels = recorded_launches(recorder.kernel)
+    with kernels, mock.patch.object(executor, "run", run), recorder:
+        layer.run()
+    return peaks, layer.exchange.bound_chain, layer.exchange.max_experts_per_token
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,22 +1,12 @@
 """Streams, and the life of buffers, where experts compute between passes; see stream_recorder."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from stream_recorder import Recorder
-from test_stream_safety import (
-    LAYOUTS,
-    PLAIN,
-    TOKEN_CASES,
-    TWO_COLLECTIVES,
-    order_of,
-    run_pipelined,
-    scaled,
-)
+from test_stream_safety import TOKEN_CASES, TWO_COLLECTIVES, Layer, order_of, scaled
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.exchange.buffers import Memory
 
 
@@ -27,17 +17,13 @@ def recorded(chain_name: str, layout_name: str) -> tuple[Recorder, list[set[str]
         what was issued to the device; and for each call of the experts, and then for each of their
         backward passes: the passes with a collective that they do not wait for.
     """
-    layout, recorder, under_way = LAYOUTS[layout_name], Recorder(), list[set[str]]()
+    layer, under_way = Layer(chain_name, layout_name), list[set[str]]()
+    recorder = layer.recorder
 
     def look(*_: Any) -> None:
-        numbers: Counter[str] = Counter()
-        passes = set()
-        for entry in recorder.collectives():
-            numbers[entry.stream] += 1
-            if numbers[entry.stream] > recorder.current.clock.get(entry.stream, 0):
-                assert entry.step is not None
-                passes.add(entry.step.pass_name)
-        under_way.append(passes)
+        issued = zip(recorder.collectives(), order_of(recorder), strict=True)
+        clock = recorder.current.clock
+        under_way.append({name for entry, (name, *_) in issued if not entry.is_in(clock)})
 
     def experts(*given: torch.Tensor) -> torch.Tensor:
         look()
@@ -46,8 +32,7 @@ def recorded(chain_name: str, layout_name: str) -> tuple[Recorder, list[set[str]
         return outputs
 
     with recorder:
-        routing_map = PLAIN.map(layout.num_experts)
-        run_pipelined(CHAINS[chain_name], layout, routing_map, 3, recorder, experts)
+        layer.run(experts)
     return recorder, under_way
 
 
@@ -101,12 +86,11 @@ def test_order_of_collectives_by_hand(chain_name: str, layout_name: str) -> None
 
 
 def test_memory_of_abandoned_passes_is_freed_behind_its_last_use() -> None:
-    layout, recorder = LAYOUTS["ep4"], Recorder()
+    layer = Layer("hierarchical_alltoall", "ep4")
 
     def fail(*_: Any) -> torch.Tensor:
         raise ValueError("out of memory")
 
-    with recorder, pytest.raises(ValueError, match="out of memory"):
-        routing_map = PLAIN.map(layout.num_experts)
-        run_pipelined(CHAINS["hierarchical_alltoall"], layout, routing_map, 3, recorder, fail)
-    assert recorder.findings == []
+    with layer.recorder, pytest.raises(ValueError, match="out of memory"):
+        layer.run(fail)
+    assert layer.recorder.findings == []

@@ -6,8 +6,7 @@ A layer runs as one rank of a world in which all ranks have the same tokens; see
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -15,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 from fake_world import bound_exchange, chunks_of
-from stream_recorder import Entry, Finding, RecordedStream, Recorder, times_in_one_queue
+from stream_recorder import Entry, RecordedStream, Recorder, times_in_one_queue
 
-from monta_megatron.chains import CHAINS, Chain, TokenCounts
+from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.chains import lower as lower_module
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, Operation, Program, Release, RowFormat
@@ -28,20 +27,16 @@ from monta_megatron.exchange.buffers import Buffers
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.pipeline import Experts, run_pipeline
+from monta_megatron.exchange.rows import expert_ids_of
 from monta_megatron.exchange.streams import CudaStreams, Ready
 
-NUM_LOCAL_EXPERTS = 2
-HIDDEN = 4
-DTYPE = torch.float32
 NUM_BLOCKS = 6
 NUM_CHUNKS = (1, 2, 3, 5)
-PASSES = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+PASSES = {pass_.name for pass_ in FORWARD_BACKWARD}
 # Two nodes of two ranks.
 LAYOUTS = {
-    "ep4": Layout(ep=4, etp=1, num_local_experts=NUM_LOCAL_EXPERTS, rank=1, nodes=(0, 0, 1, 1)),
-    "ep2_etp2": Layout(
-        ep=2, etp=2, num_local_experts=NUM_LOCAL_EXPERTS, rank=1, nodes=(0, 0, 1, 1)
-    ),
+    name: Layout(ep=ep, etp=etp, num_local_experts=2, rank=1, nodes=(0, 0, 1, 1))
+    for name, ep, etp in (("ep4", 4, 1), ("ep2_etp2", 2, 2))
 }
 CASES = [
     (chain.name, layout)
@@ -59,73 +54,93 @@ TWO_COLLECTIVES = {
 }
 # Chain, layout, and whether experts are in the pipeline.
 ALL_CASES = [*((*case, False) for case in CASES), *((*case, True) for case in TOKEN_CASES)]
+each_case = pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+in_the_pipeline_too = pytest.mark.parametrize(("chain_name", "layout_name", "pipelined"), ALL_CASES)
 
 
-@dataclass(frozen=True)
-class Routing:
-    """Which experts each token takes: [T, E] bool, the same on every rank."""
+@dataclass
+class Layer:
+    """A layer's exchange on one rank of a world in which all ranks have the same tokens.
 
-    num_tokens: int
+    Attributes:
+        chain, layout: by name, or any layout.
+        num_chunks: of the exchange, or of the pipeline.
+        recorder: of what it issues.
+        num_tokens, topk, one_expert: of each rank, to experts at random, or all to the first.
+        hidden, dtype: of rows.
+        fused: whether Triton kernels do the work.
+        routing_map: [T, E] bool, instead.
+        exchange, counts: bound to the counts of the map.
+    """
+
+    chain: str
+    layout: str | Layout
+    num_chunks: int = 3
+    recorder: Recorder = field(default_factory=Recorder)
+    num_tokens: int = 23
     topk: int = 3
     one_expert: bool = False
+    hidden: int = 4
+    dtype: torch.dtype = torch.float32
+    fused: bool = False
+    routing_map: torch.Tensor | None = None
 
-    def map(self, num_experts: int) -> torch.Tensor:
-        scores = torch.rand(self.num_tokens, num_experts, generator=torch.manual_seed(0))
-        if self.one_expert:
-            scores[:, 0] = 2
-        chosen = scores.topk(1 if self.one_expert else self.topk, dim=1).indices
-        return torch.zeros(self.num_tokens, num_experts, dtype=torch.bool).scatter_(1, chosen, True)
+    def __post_init__(self) -> None:
+        layout = LAYOUTS[self.layout] if isinstance(self.layout, str) else self.layout
+        if self.routing_map is None:
+            shape = self.num_tokens, layout.num_experts
+            scores = torch.rand(shape, generator=torch.manual_seed(0))
+            if self.one_expert:
+                scores[:, 0] = 2
+            chosen = scores.topk(1 if self.one_expert else self.topk, dim=1).indices
+            self.routing_map = torch.zeros(shape, dtype=torch.bool).scatter_(1, chosen, True)
+        self.exchange, self.counts = bound_exchange(
+            CHAINS[self.chain],
+            layout,
+            [self.routing_map],
+            self.num_chunks,
+            NUM_BLOCKS,
+            monitor=self.recorder.monitor,
+            fused=self.fused,
+        )
 
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Rows, probabilities and, in an exchange of tokens, lists of experts."""
+        num_rows = int(self.exchange.bound_chain.num_source_rows)
+        generator = torch.Generator().manual_seed(1)
+        probs, ids = torch.rand(num_rows, generator=generator), None
+        if width := self.exchange.max_experts_per_token:
+            of_map = torch.rand(self.routing_map.shape, generator=generator)
+            probs, ids = expert_ids_of(self.routing_map, of_map, width)
+        rows = torch.randn(num_rows, self.hidden, generator=generator).to(self.dtype)
+        return rows.requires_grad_(), probs.requires_grad_(), ids
 
-PLAIN = Routing(num_tokens=23)
+    def chunks(self) -> list[Exchange]:
+        """An exchange of each chunk, for experts in the pipeline."""
+        assert isinstance(self.counts, TokenCounts)
+        return chunks_of(self.exchange, self.counts, self.num_chunks)
 
+    def run(self, experts: Experts | None = None) -> list[torch.Tensor]:
+        """All four passes, with work on the caller's stream before, between and after them.
 
-def make_exchange(
-    chain: Chain,
-    layout: Layout,
-    routing_map: torch.Tensor,
-    num_chunks: int,
-    recorder: Recorder,
-    fused: bool = False,
-) -> Exchange:
-    settings = {"monitor": recorder.monitor, "fused": fused}
-    exchange, _ = bound_exchange(chain, layout, [routing_map], num_chunks, NUM_BLOCKS, **settings)
-    return exchange
+        Args:
+            experts: in the pipeline.
 
-
-def make_inputs(
-    exchange: Exchange, routing_map: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Rows, probabilities and, in an exchange of tokens, lists of experts."""
-    width = exchange.max_experts_per_token
-    num_rows = int(exchange.bound_chain.num_source_rows)
-    generator = torch.Generator().manual_seed(1)
-    shape = (num_rows, width) if width else (num_rows,)
-    probs = torch.rand(shape, generator=generator)
-    ids = None
-    if width:
-        num_experts = exchange.bound_chain.layout.num_experts
-        numbers = torch.arange(num_experts).expand_as(routing_map)
-        numbers = torch.where(routing_map, numbers, num_experts)
-        ids = numbers.sort(dim=1).values[:, :width].int()
-    rows = torch.randn(num_rows, HIDDEN, generator=generator).to(DTYPE)
-    return rows.requires_grad_(), probs.requires_grad_(), ids
-
-
-def run_layer(exchange: Exchange, routing_map: torch.Tensor) -> list[torch.Tensor]:
-    """All four passes, with work on the caller's stream before, between and after them."""
-    rows, probs, ids = make_inputs(exchange, routing_map)
-    expert_rows, expert_probs = dispatch(exchange, rows * 1, probs * 1, ids)
-    output = combine(exchange, expert_rows * expert_probs[:, None].to(DTYPE))
-    return finish(output, rows, probs)
-
-
-def finish(output: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor) -> list[torch.Tensor]:
-    """Backward, and work on the gradients: output and gradients."""
-    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
-    (output * 2).backward(gradient.to(output.dtype))
-    assert rows.grad is not None and probs.grad is not None
-    return [output.detach(), rows.grad + 1, probs.grad + 1]
+        Returns:
+            Output and gradients.
+        """
+        rows, probs, ids = self.inputs()
+        if experts is not None:
+            assert ids is not None
+            output = run_pipeline(self.chunks(), rows * 1, probs * 1, ids, experts)
+        else:
+            expert_rows, expert_probs = dispatch(self.exchange, rows * 1, probs * 1, ids)
+            output = combine(self.exchange, expert_rows * expert_probs[:, None].to(self.dtype))
+            del expert_rows, expert_probs
+        gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
+        (output * 2).backward(gradient.to(output.dtype))
+        assert rows.grad is not None and probs.grad is not None
+        return [output.detach(), rows.grad + 1, probs.grad + 1]
 
 
 def scaled(rows: torch.Tensor, _: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -134,70 +149,50 @@ def scaled(rows: torch.Tensor, _: torch.Tensor, probs: torch.Tensor) -> torch.Te
     return doubled * probs[:, None]
 
 
-def run_pipelined(
-    chain: Chain,
-    layout: Layout,
-    routing_map: torch.Tensor,
-    num_chunks: int,
-    recorder: Recorder,
-    experts: Experts = scaled,
-) -> None:
-    """The same with the experts in the pipeline."""
-    exchange, counts = bound_exchange(
-        chain, layout, [routing_map], 1, NUM_BLOCKS, monitor=recorder.monitor
-    )
-    assert isinstance(counts, TokenCounts)
-    rows, probs, ids = make_inputs(exchange, routing_map)
-    assert ids is not None
-    chunks = chunks_of(exchange, counts, num_chunks)
-    finish(run_pipeline(chunks, rows * 1, probs * 1, ids, experts), rows, probs)
-
-
 def record(
     chain_name: str,
-    layout: Layout,
+    layout: str | Layout,
     num_chunks: int,
-    routing: Routing = PLAIN,
-    streams: type[CudaStreams] = CudaStreams,
     pipelined: bool = False,
+    streams: type[CudaStreams] = CudaStreams,
+    **fields: Any,
 ) -> Recorder:
     """What a layer issues to the device, up to the death of everything that it made."""
-    chain = CHAINS[chain_name]
-    routing_map = routing.map(layout.num_experts)
     recorder = Recorder(streams)
-    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder)
+    layer = Layer(chain_name, layout, num_chunks, recorder, **fields)
     with recorder:
-        if pipelined:
-            run_pipelined(chain, layout, routing_map, num_chunks, recorder)
-        else:
-            run_layer(exchange, routing_map)
-        del exchange
+        layer.run(scaled if pipelined else None)
+        del layer
     return recorder
 
 
 @cache
 def sound(chain_name: str, layout_name: str, num_chunks: int, pipelined: bool = False) -> Recorder:
     """The recording without a fault; shared by the tests."""
-    return record(chain_name, LAYOUTS[layout_name], num_chunks, pipelined=pipelined)
+    return record(chain_name, layout_name, num_chunks, pipelined)
+
+
+def kinds_of(recorder: Recorder) -> set[str]:
+    """What was found."""
+    return {finding.kind for finding in recorder.findings}
 
 
 @pytest.mark.parametrize("num_chunks", NUM_CHUNKS)
-@pytest.mark.parametrize(("chain_name", "layout_name", "pipelined"), ALL_CASES)
+@in_the_pipeline_too
 def test_every_access_is_ordered_and_memory_lives_long_enough(
     chain_name: str, layout_name: str, pipelined: bool, num_chunks: int
 ) -> None:
     recorder = sound(chain_name, layout_name, num_chunks, pipelined)
     assert recorder.findings == []
     # Nothing is proved about memory that was not freed, or if nothing happened.
-    assert not [owner for owner in recorder.owners_of_live_memory() if owner != "caller"]
-    passes = {entry.step.pass_name for entry in recorder.collectives() if entry.step is not None}
-    assert passes == set(PASSES)
+    assert recorder.owners_of_live_memory() <= {"caller"}
+    assert {name for name, *_ in order_of(recorder)} == PASSES
     assert sum(entry.kind == "kernel" for entry in recorder.queue) > 20
     assert {stream.priority for stream in recorder.side_streams} == {-1}, "not the caller's"
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+@each_case
 def test_fused_kernels_are_ordered_likewise(
     chain_name: str, layout_name: str, num_chunks: int
 ) -> None:
@@ -205,23 +200,15 @@ def test_fused_kernels_are_ordered_likewise(
     pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
     from fake_kernels import recorded_launches
 
-    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
-    routing_map, recorder = PLAIN.map(layout.num_experts), Recorder()
-    exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused=True)
+    layer = Layer(chain_name, layout_name, num_chunks, fused=True)
+    recorder = layer.recorder
     with recorder, recorded_launches(recorder.kernel):
-        run_layer(exchange, routing_map)
-        del exchange
+        layer.run()
+        del layer
     assert recorder.findings == []
-    launched = [each.name for each in recorder.queue if each.name.startswith("triton ")]
-    assert (launched != []) == (chain.rows == "tokens" or layout.etp > 1)
+    launched = any(each.name.startswith("triton ") for each in recorder.queue)
+    assert launched == (CHAINS[chain_name].rows == "tokens" or LAYOUTS[layout_name].etp > 1)
     assert order_of(recorder) == order_of(sound(chain_name, layout_name, num_chunks))
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class ForksEarly(CudaStreams):
@@ -234,21 +221,6 @@ class ForksEarly(CudaStreams):
     def fork(self, num_streams: int) -> None:
         with mock.patch.object(self._caller, "record_event", lambda: self._before):
             super().fork(num_streams)
-
-
-@pytest.mark.parametrize(("streams", "kinds"), [(CudaStreams, set()), (ForksEarly, {"race"})])
-@pytest.mark.parametrize("num_chunks", [1, 3])
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
-def test_allocations_that_fill(
-    chain_name: str,
-    layout_name: str,
-    num_chunks: int,
-    streams: type[CudaStreams],
-    kinds: set[str],
-    deterministic: None,
-) -> None:
-    findings = record(chain_name, LAYOUTS[layout_name], num_chunks, streams=streams).findings
-    assert {finding.kind for finding in findings} == kinds
 
 
 class PreviousEvent(CudaStreams):
@@ -300,24 +272,36 @@ class WaitAtOnce(CudaStreams):
         return super().ready(works)
 
 
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
-@pytest.mark.parametrize(
-    ("streams", "kind"),
-    [
-        (PreviousEvent, "race"),
-        (NoFork, "race"),
-        (NoJoin, "race"),
-        (AllocatesOnStages, "reuse"),
-    ],
-)
+# Streams, chunks, whether allocations fill memory, what is found.
+STREAMS: list[tuple[type[CudaStreams], int, bool, str | None]] = [
+    (PreviousEvent, 3, False, "race"),
+    (NoFork, 3, False, "race"),
+    (NoJoin, 3, False, "race"),
+    (AllocatesOnStages, 3, False, "reuse"),
+    *((CudaStreams, num_chunks, True, None) for num_chunks in (1, 3)),
+    *((ForksEarly, num_chunks, True, "race") for num_chunks in (1, 3)),
+]
+
+
+@pytest.mark.parametrize(("streams", "num_chunks", "fills", "kind"), STREAMS)
+@each_case
 def test_a_planted_fault_is_found(
-    streams: type[CudaStreams], kind: str, chain_name: str, layout_name: str
+    chain_name: str,
+    layout_name: str,
+    streams: type[CudaStreams],
+    num_chunks: int,
+    fills: bool,
+    kind: str | None,
 ) -> None:
-    findings: list[Finding] = record(chain_name, LAYOUTS[layout_name], 3, streams=streams).findings
-    assert kind in {finding.kind for finding in findings}
+    torch.use_deterministic_algorithms(fills)
+    try:
+        found = kinds_of(record(chain_name, layout_name, num_chunks, streams=streams))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert kind in found if kind else not found
 
 
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+@each_case
 def test_memory_given_back_before_the_join_is_found(chain_name: str, layout_name: str) -> None:
     program = lower_module._structure
 
@@ -330,33 +314,28 @@ def test_memory_given_back_before_the_join_is_found(chain_name: str, layout_name
         return dataclasses.replace(made, buffers=tuple(buffers))
 
     with mock.patch.object(lower_module, "_structure", released_at_last_read):
-        findings = record(chain_name, LAYOUTS[layout_name], 3).findings
-    assert "reuse" in {finding.kind for finding in findings}
+        assert "reuse" in kinds_of(record(chain_name, layout_name, 3))
 
 
 @pytest.mark.parametrize("streams", [CudaStreams, NoKeep])
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+@each_case
 def test_what_passes_share_is_kept(
     chain_name: str, layout_name: str, streams: type[CudaStreams]
 ) -> None:
     """Of the stream that called dispatch, for a combine that another stream calls later."""
-    chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
-    recorder = Recorder(streams)
-    routing_map = PLAIN.map(layout.num_experts)
-    exchange = make_exchange(chain, layout, routing_map, 3, recorder)
+    layer = Layer(chain_name, layout_name, recorder=Recorder(streams))
+    recorder = layer.recorder
     other = RecordedStream(recorder, "other")
     with recorder, torch.no_grad():
-        expert_rows, _ = dispatch(exchange, *make_inputs(exchange, routing_map))
+        expert_rows, _ = dispatch(layer.exchange, *layer.inputs())
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
-            output = combine(exchange, expert_rows)
-        del exchange
+            output = combine(layer.exchange, expert_rows)
+        del layer
         recorder.find_freed()
         torch.cuda.current_stream().wait_stream(other)
         del expert_rows, output
-    kinds = {finding.kind for finding in recorder.findings}
-    is_used = chain_name != "alltoall" or layout.num_local_experts > 1
-    assert kinds == ({"reuse"} if streams is NoKeep and is_used else set())
+    assert kinds_of(recorder) == ({"reuse"} if streams is NoKeep else set())
 
 
 @pytest.mark.parametrize("first", range(4))
@@ -387,7 +366,7 @@ def order_of(recorder: Recorder) -> list[tuple[str, str, str, int]]:
 
 
 @pytest.mark.parametrize("num_chunks", [2, 5])
-@pytest.mark.parametrize(("chain_name", "layout_name", "pipelined"), ALL_CASES)
+@in_the_pipeline_too
 def test_collectives_are_issued_in_one_order_on_every_rank_whatever_the_data(
     chain_name: str, layout_name: str, pipelined: bool, num_chunks: int
 ) -> None:
@@ -396,59 +375,55 @@ def test_collectives_are_issued_in_one_order_on_every_rank_whatever_the_data(
     # In the pipeline each chunk is an exchange of its own.
     num_issued = 1 if CHAINS[chain_name].serial or pipelined else num_chunks
     assert {chunk for *_, chunk in expected} == set(range(num_issued))
-    for rank, routing in (
-        (1, Routing(num_tokens=0)),
-        (1, Routing(num_tokens=2)),  # fewer tokens than chunks: some chunks have no rows
+    for rank, tokens in (
+        (1, {"num_tokens": 0}),
+        (1, {"num_tokens": 2}),  # fewer tokens than chunks: some chunks have no rows
         # Ranks whose counts differ.
-        *((rank, Routing(num_tokens=23, one_expert=True)) for rank in range(len(layout.nodes))),
+        *((rank, {"one_expert": True}) for rank in range(len(layout.nodes))),
     ):
         mine = dataclasses.replace(layout, rank=rank)
-        recorder = record(chain_name, mine, num_chunks, routing, pipelined=pipelined)
-        assert order_of(recorder) == expected, (rank, routing)
-        assert recorder.findings == [], (rank, routing)
+        recorder = record(chain_name, mine, num_chunks, pipelined, **tokens)
+        assert (order_of(recorder), recorder.findings) == (expected, []), (rank, tokens)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+@each_case
 def test_as_many_messages_are_sent_as_are_priced(
     chain_name: str, layout_name: str, num_chunks: int
 ) -> None:
-    recorder, layout = sound(chain_name, layout_name, num_chunks), LAYOUTS[layout_name]
+    recorder = sound(chain_name, layout_name, num_chunks)
     sent = Counter((pass_name, stage) for pass_name, _, stage, _ in order_of(recorder))
-    routing_map = PLAIN.map(layout.num_experts)
-    exchange = make_exchange(CHAINS[chain_name], layout, routing_map, num_chunks, recorder)
-    row = RowFormat(hidden_size=HIDDEN, value_bytes=4, prob_bytes=4, sum_bytes=4)
+    layer = Layer(chain_name, layout_name, num_chunks)
+    row = RowFormat(hidden_size=layer.hidden, value_bytes=4, prob_bytes=4, sum_bytes=4)
     priced: Counter[tuple[str, str]] = Counter()
     for way in FORWARD_BACKWARD:
-        bound = lower(exchange.bound_chain, way, row, PLAIN.topk)
+        bound = lower(layer.exchange.bound_chain, way, row, layer.topk)
         for operation in bound.program.operations:
-            if operation.kind in ("alltoall", "allgather"):
+            if operation.is_collective:
                 message = bound.program.buffers[operation.writes[0]]
                 priced[way.name, operation.stage] += len(bound.message_bytes(message))
     assert sent == priced
 
 
 @pytest.mark.parametrize("num_local_experts", [1, 2])
-@pytest.mark.parametrize(("chain_name", "layout_name"), CASES)
+@each_case
 def test_messages_are_contiguous_whatever_the_gradients(
     chain_name: str, layout_name: str, num_local_experts: int
 ) -> None:
     """NCCL takes no others, and the gradient of a sum is a single number, expanded."""
     layout = dataclasses.replace(LAYOUTS[layout_name], num_local_experts=num_local_experts)
-    routing_map, recorder = Routing(num_tokens=23, topk=2).map(layout.num_experts), Recorder()
-    exchange = make_exchange(CHAINS[chain_name], layout, routing_map, 2, recorder)
-    with recorder:
-        expert_inputs = dispatch(exchange, *make_inputs(exchange, routing_map))
+    layer = Layer(chain_name, layout, 2, topk=2)
+    with layer.recorder:
+        expert_inputs = dispatch(layer.exchange, *layer.inputs())
         torch.autograd.backward([each.sum() for each in expert_inputs])
         outputs = torch.ones_like(expert_inputs[0], requires_grad=True)
-        combine(exchange, outputs).sum().backward()
-    assert {entry.step.pass_name for entry in recorder.collectives() if entry.step} == set(PASSES)
+        combine(layer.exchange, outputs).sum().backward()
+    assert {name for name, *_ in order_of(layer.recorder)} == PASSES
 
 
 def test_a_chunk_that_is_left_out_because_it_is_empty_is_found() -> None:
     def start_if_rows(buffers: Buffers, operation: Operation, *_: Any) -> list[Any]:
-        send, receive = buffers.bound.splits(operation)
-        if any(send) or any(receive):
+        if any(map(any, buffers.bound.splits(operation))):
             return start(buffers, operation)
         buffers.messages(operation.writes[0])
         return []
@@ -457,20 +432,8 @@ def test_a_chunk_that_is_left_out_because_it_is_empty_is_found() -> None:
     with_rows = {**operations.OPERATIONS, "alltoall": start_if_rows}
     expected = order_of(sound("hierarchical_alltoall", "ep4", 5))
     with mock.patch.object(operations, "OPERATIONS", with_rows):
-        few = record("hierarchical_alltoall", LAYOUTS["ep4"], 5, Routing(num_tokens=2))
+        few = record("hierarchical_alltoall", "ep4", 5, num_tokens=2)
     assert order_of(few) != expected
-
-
-def spans(recorder: Recorder) -> dict[tuple[str, str, int], tuple[float, float]]:
-    """(pass, stage, chunk) -> from when to when its collectives run, in one launch queue."""
-    times = times_in_one_queue(recorder.queue)
-    result: dict[tuple[str, str, int], tuple[float, float]] = {}
-    for entry in recorder.collectives():
-        assert entry.step is not None
-        key = (entry.step.pass_name, entry.step.operation.stage, entry.step.operation.chunk)
-        start, end = times[entry]
-        result[key] = (min(start, result.get(key, (start, end))[0]), end)
-    return result
 
 
 def assert_overlap(recorder: Recorder, collectives: tuple[str, str], num_chunks: int) -> None:
@@ -478,16 +441,22 @@ def assert_overlap(recorder: Recorder, collectives: tuple[str, str], num_chunks:
 
     Transposed passes take the chunks from the last to the first.
     """
-    times = spans(recorder)
-    for name in PASSES:
-        is_transposed = name in ("combine", "dispatch_backward")
-        first, second = collectives[::-1] if is_transposed else collectives
-        step = -1 if is_transposed else 1
-        for chunk in range(num_chunks)[::step][:-1]:
-            start, end = times[name, first, chunk + step]
-            second_start, second_end = times[name, second, chunk]
+    times = times_in_one_queue(recorder.queue)
+    # By pass, stage and chunk, from when to when its collectives run.
+    spans: dict[tuple[str, str, int], tuple[float, float]] = {}
+    for entry, (name, _, stage, chunk) in zip(
+        recorder.collectives(), order_of(recorder), strict=True
+    ):
+        start, end = times[entry]
+        spans[name, stage, chunk] = spans.get((name, stage, chunk), (start, end))[0], end
+    for pass_ in FORWARD_BACKWARD:
+        first, second = collectives[:: -1 if pass_.transpose else 1]
+        chunks = list(range(num_chunks))[:: -1 if pass_.transpose else 1]
+        for chunk, following in itertools.pairwise(chunks):
+            start, end = spans[pass_.name, first, following]
+            second_start, second_end = spans[pass_.name, second, chunk]
             assert start < second_end and second_start < end, (
-                f"{name}, chunk {chunk}: {first} of the next chunk runs from {start:.3f} to "
+                f"{pass_.name}, chunk {chunk}: {first} of the next chunk runs from {start:.3f} to "
                 f"{end:.3f}, {second} from {second_start:.3f} to {second_end:.3f}: no overlap"
             )
 
@@ -500,7 +469,7 @@ def test_collectives_overlap_in_one_launch_queue(case: tuple[str, str], num_chun
 
 @pytest.mark.parametrize("case", TWO_COLLECTIVES)
 def test_a_wait_at_once_is_found_in_one_launch_queue(case: tuple[str, str]) -> None:
-    recorder = record(case[0], LAYOUTS[case[1]], 3, streams=WaitAtOnce)
+    recorder = record(*case, 3, streams=WaitAtOnce)
     assert recorder.findings == []
     with pytest.raises(AssertionError, match="no overlap"):
         assert_overlap(recorder, TWO_COLLECTIVES[case], 3)

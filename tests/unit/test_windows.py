@@ -4,7 +4,7 @@ There layers of two shapes are tuned one after the other too.
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -84,12 +84,27 @@ def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChooser]
     assert model.tuner.window is not None and model.tuner.window.first == 2
 
 
-def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChooser]) -> None:
+class Event(NamedTuple):
+    """An event of a device, which tells milliseconds."""
+
+    ns: int
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "Event") -> float:
+        return (end.ns - self.ns) / 1e6
+
+
+@pytest.mark.parametrize("mark", [int, Event])
+def test_what_lies_between_optimizers_is_not_measured(
+    two: list[auto.AutoChooser], mark: Any
+) -> None:
     """An actor and a critic of one shape, whose optimizers step one after the other."""
     shared, _ = two
     actor, critic = optimizer(), optimizer()
     clock = iter(range(0, 10**9, 10**6))
-    with mock.patch.object(monitor, "_mark", lambda **_: next(clock)):
+    with mock.patch.object(monitor, "_mark", lambda **_: mark(next(clock))):
         for _ in range(3):
             train(critic, shared)
             # A rollout.
@@ -97,6 +112,16 @@ def test_what_lies_between_optimizers_is_not_measured(two: list[auto.AutoChooser
             train(actor, shared)
     # The head of step 3 has the time of step 1, of two segments of 1 ms each.
     assert shared.tuner.step == 3 and shared.tag & auto.MOST_TICKS == 2_000 // auto.TICK_US
+
+
+@pytest.mark.parametrize(("ticks", "us"), [((7, 5), [70]), ((0, 5), []), ((0, 0), [])])
+def test_the_slowest_rank_s_time_is_compared_unless_one_has_none(
+    two: list[auto.AutoChooser], ticks: tuple[int, int], us: list[int]
+) -> None:
+    counts: Any = SimpleNamespace(**{**vars(COUNTS), "tags": np.array(ticks)})
+    with mock.patch.object(two[0].tuner, "add_time") as add_time:
+        two[0].choose(counts, True, torch.device("cpu"))
+    assert [call.args[0] for call in add_time.call_args_list] == us
 
 
 def test_a_first_trial_is_announced_once(two: list[auto.AutoChooser]) -> None:

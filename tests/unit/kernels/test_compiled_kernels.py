@@ -1,7 +1,6 @@
 """Kernels compiled for GPUs of three generations, without one: what the assembler says of them."""
 
 import re
-from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
 
-from compiled_kernels import TARGETS, Compiled, Launch, launches, launches_of
+from compiled_kernels import TARGETS, Compiled, launches
 
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.buffers import Columns, MessageFormat
@@ -36,97 +35,84 @@ def copies_of(num_rows: int = NUM_ROWS, num_copies: int = NUM_COPIES) -> Copies:
     return Copies.empty(num_rows, num_copies, one, torch.device("cpu"))
 
 
-def launch_find(num_parts: int) -> list[Launch]:
-    ids = torch.empty(NUM_ROWS, TOPK, dtype=torch.int32)
-    parts = Parts(first=0, size=1, num_parts=num_parts)
-    return launches_of(find_copies, ids, parts, copies_of())
+def run_on_rows(kernel: str, dtype: torch.dtype, hidden_size: int) -> None:
+    """A kernel over rows of that dtype and size, which are in packed messages."""
+    rows, of_copies, terms = (
+        message(number, dtype, hidden_size) for number in (NUM_ROWS, NUM_COPIES, 4 * NUM_ROWS)
+    )
+    copies, index = copies_of(), torch.arange(NUM_COPIES)
+    is_rounded = dtype != torch.float32
+    unrounded = torch.empty(NUM_ROWS, hidden_size) if is_rounded else None
+    if kernel == "duplicate":
+        duplicate(rows, copies, of_copies)
+    elif kernel == "duplicate messages":
+        duplicate(Columns(rows.rows), copies, Columns(of_copies.rows))
+    elif kernel == "duplicate per expert":
+        into = torch.empty(NUM_COPIES, hidden_size, dtype=dtype), torch.empty(NUM_COPIES)
+        duplicate(rows, copies, Columns(*into), index)
+    elif kernel == "reduce":
+        of_rank = None if unrounded is None else unrounded[:10]
+        reduce(of_copies, copies, rows, torch.float32, index, of_rank, 3)
+    else:
+        reduce_ranks(terms, rows, torch.float32, 2, unrounded, 1)
 
 
-def launch_duplicate(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
-    before, after = (message(rows, dtype, hidden_size) for rows in (NUM_ROWS, NUM_COPIES))
-    if dtype == torch.uint8:
-        # Whole messages.
-        before, after = Columns(rows=before.rows), Columns(rows=after.rows)
-    return launches_of(duplicate, before, copies_of(), after)
-
-
-def launch_duplicate_per_expert(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
-    rows = torch.empty(NUM_COPIES, hidden_size, dtype=dtype)
-    into, places = Columns(rows=rows, probs=torch.empty(NUM_COPIES)), torch.arange(NUM_COPIES)
-    return launches_of(duplicate, message(NUM_ROWS, dtype, hidden_size), copies_of(), into, places)
-
-
-def launch_reduce(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
-    before, after = (message(rows, dtype, hidden_size) for rows in (NUM_COPIES, NUM_ROWS))
-    index = torch.empty(NUM_COPIES, dtype=torch.int64)
-    unrounded = None if dtype == torch.float32 else torch.empty(10, hidden_size)
-    return launches_of(reduce, before, copies_of(), after, torch.float32, index, unrounded, 3)
-
-
-def launch_reduce_ranks(dtype: torch.dtype, hidden_size: int) -> list[Launch]:
-    before, after = (message(rows, dtype, hidden_size) for rows in (4 * NUM_ROWS, NUM_ROWS))
-    unrounded = None if dtype == torch.float32 else torch.empty(NUM_ROWS, hidden_size)
-    return launches_of(reduce_ranks, before, after, torch.float32, 2, unrounded, 1)
-
-
-def launch_lists(num_experts: int) -> list[Launch]:
-    routing_map = torch.empty(NUM_ROWS, num_experts, dtype=torch.bool)
-    probs = torch.empty(NUM_ROWS, num_experts, requires_grad=True)
-    with launches() as caught:
+def run_on_maps(kernel: str, num_experts: int, *num_parts: int) -> None:
+    """A kernel over lists of experts, or a routing map."""
+    routing_map = torch.empty(4096, num_experts, dtype=torch.bool)
+    if kernel == "find":
+        ids = torch.empty(NUM_ROWS, TOPK, dtype=torch.int32)
+        find_copies(ids, Parts(first=0, size=1, num_parts=num_experts), copies_of())
+    elif kernel == "lists":
+        probs = torch.empty(routing_map.shape, requires_grad=True)
         lists, _ = expert_ids_of(routing_map, probs, TOPK, fused=True)
         lists.backward(torch.empty_like(lists))
-    return caught
+    else:
+        parts = dict(zip(("node", "rank"), num_parts, strict=True))
+        count_routing(routing_map, 8, parts, True)
 
 
-def launch_counts(num_experts: int, num_nodes: int, num_ranks: int) -> list[Launch]:
-    routing_map = torch.empty(4096, num_experts, dtype=torch.bool)
-    parts = {"node": num_nodes, "rank": num_ranks}
-    return launches_of(count_routing, routing_map, 8, parts, True)
-
-
-# By kernel, dtype and H: how it is launched, and how many reads and writes of 16 bytes each thread
-# makes for the rows of a tile.
+# By kernel, dtype and H: how many reads and writes of 16 bytes each thread makes for the rows of a
+# tile.
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
-ROWS: dict[tuple[Callable[..., list[Launch]], torch.dtype, int], tuple[int, int]] = {
-    (launch_duplicate, BFLOAT16, 4096): (4, 4),
-    (launch_duplicate, FLOAT32, 4096): (4, 4),
-    (launch_duplicate, BFLOAT16, 64): (4, 4),
-    (launch_duplicate, torch.uint8, 2 * 4096 + 64): (4, 4),
-    (launch_duplicate_per_expert, BFLOAT16, 7168): (4, 4),
-    (launch_duplicate_per_expert, FLOAT32, 64): (4, 4),
+ROWS: dict[tuple[str, torch.dtype, int], tuple[int, int]] = {
+    ("duplicate", BFLOAT16, 4096): (4, 4),
+    ("duplicate", FLOAT32, 4096): (4, 4),
+    ("duplicate", BFLOAT16, 64): (4, 4),
+    ("duplicate messages", torch.uint8, 2 * 4096 + 64): (4, 4),
+    ("duplicate per expert", BFLOAT16, 7168): (4, 4),
+    ("duplicate per expert", FLOAT32, 64): (4, 4),
     # A value that is kept unrounded takes twice the bytes.
-    (launch_reduce, BFLOAT16, 7168): (2, 2 + 4),
-    (launch_reduce, FLOAT16, 4096): (2, 2 + 4),
-    (launch_reduce, FLOAT32, 4096): (2, 2),
-    (launch_reduce, BFLOAT16, 64): (1, 1 + 2),
+    ("reduce", BFLOAT16, 7168): (2, 2 + 4),
+    ("reduce", FLOAT16, 4096): (2, 2 + 4),
+    ("reduce", FLOAT32, 4096): (2, 2),
+    ("reduce", BFLOAT16, 64): (1, 1 + 2),
     # In turn the parts, and the one that was not rounded.
-    (launch_reduce_ranks, BFLOAT16, 4096): (1 + 2, 1),
-    (launch_reduce_ranks, FLOAT32, 4096): (1, 1),
+    ("reduce_ranks", BFLOAT16, 4096): (1 + 2, 1),
+    ("reduce_ranks", FLOAT32, 4096): (1, 1),
 }
-OTHERS: list[tuple[Callable[..., list[Launch]], object]] = [
-    *((launch_find, num_parts) for num_parts in (2, 8, 64, 512)),
-    *((launch_lists, num_experts) for num_experts in (8, 256, 1024)),
-    *((launch_counts, *sizes) for sizes in ((8, 1, 2), (160, 5, 40), (512, 64, 512))),
+MAPS: list[tuple[object, ...]] = [
+    *(("find", num_parts) for num_parts in (2, 8, 64, 512)),
+    *(("lists", num_experts) for num_experts in (8, 256, 1024)),
+    *(("count", *sizes) for sizes in ((8, 1, 2), (160, 5, 40), (512, 64, 512))),
 ]
 
 
 @cache
-def compiled(target: str, launch: Callable[..., list[Launch]], *args: object) -> tuple[Compiled]:
-    return tuple(one.compile(TARGETS[target]) for one in launch(*args))
-
-
-def every_kernel(target: str) -> Iterator[tuple[str, Compiled]]:
-    for case in [*ROWS, *OTHERS]:
-        for number, kernel in enumerate(compiled(target, *case)):
-            yield f"{case[0].__name__}{case[1:]}, launch {number}", kernel
+def compiled(target: str, *case: object) -> tuple[Compiled, ...]:
+    """What a case launches, compiled."""
+    with launches() as caught:
+        (run_on_rows if case in ROWS else run_on_maps)(*case)
+    return tuple(one.compile(TARGETS[target]) for one in caught)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_spills_few_registers_and_no_atomics(target: str) -> None:
-    for name, kernel in every_kernel(target):
-        assert kernel.spilled_bytes == 0, name
-        assert kernel.registers <= MOST_REGISTERS, f"{name}: {kernel.registers} registers"
-        assert not re.search(r"\b(atom|red)\.", kernel.ptx), name
+    for case in (*ROWS, *MAPS):
+        for kernel in compiled(target, *case):
+            assert kernel.spilled_bytes == 0, case
+            assert kernel.registers <= MOST_REGISTERS, f"{case}: {kernel.registers} registers"
+            assert not re.search(r"\b(atom|red)\.", kernel.ptx), case
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -141,14 +127,11 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_sums_are_rounded_to_nearest_even(target: str) -> None:
-    for dtype, narrowing in (
-        (BFLOAT16, r"cvt\.rn\.bf16x2\.f32"),
-        (FLOAT16, r"cvt\.rn\.f16x2\.f32"),
+    for dtype, hidden_size, narrowing in (
+        (BFLOAT16, 7168, r"cvt\.rn\.bf16x2\.f32"),
+        (FLOAT16, 4096, r"cvt\.rn\.f16x2\.f32"),
     ):
-        hidden_size = next(
-            size for launch, of, size in ROWS if (launch, of) == (launch_reduce, dtype)
-        )
-        (kernel,) = compiled(target, launch_reduce, dtype, hidden_size)
+        (kernel,) = compiled(target, "reduce", dtype, hidden_size)
         # 16 values for each thread, two at a time.
         assert kernel.count(narrowing) == 8
         assert kernel.count(r"cvt\.r[nzmp]\w*\.(bf16|f16)\w*\.f32") == 8

@@ -65,12 +65,9 @@ def issued_by(chain: str, kernels: str) -> tuple[tuple[Issued, ...], int]:
 
     def counted(do: Callable[..., Any]) -> Callable[..., Any]:
         def do_counted(buffers: Buffers, operation: Operation) -> Any:
-            row, program = counters[0]._here, buffers.bound.program
-            counters[0]._read_queue()
-            before = row.tensor_operations
+            program, before = buffers.bound.program, counters[0].read()[0]
             works = do(buffers, operation)
-            counters[0]._read_queue()
-            number = row.tensor_operations - before
+            number = int(counters[0].read()[0] - before)
             issued.append((operation.kind, program.pass_, program.row, number))
             return works
 

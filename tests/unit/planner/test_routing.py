@@ -55,7 +55,7 @@ def test_expected_counts_are_the_mean_of_counts(chain: str, rank: int) -> None:
     num_tokens, num_blocks = 6_000, 2
     layout = replace(layout_of(ep=4, etp=1, ranks_per_node=2, num_experts=16), rank=rank)
     ranking = np.random.default_rng(0).random((4, num_tokens, 16)).argsort(axis=2)
-    measured = CountedRouting(name="recorded", routing_maps=tuple(ranking < 3))
+    measured = CountedRouting(routing_maps=tuple(ranking < 3))
     uniform = UniformRouting(num_experts=16, topk=3)
     counted = measured.counts(CHAINS[chain], layout, 0, num_blocks)
     expected = uniform.counts(CHAINS[chain], layout, num_tokens, num_blocks)

@@ -42,7 +42,7 @@ def uneven_shape() -> Shape:
     """4 ranks on 2 nodes, with a routing in which no two of them are alike."""
     generator = np.random.default_rng(1)
     maps = tuple(generator.random((count, 16)) < 0.2 for count in (30, 0, 7, 41))
-    routing = CountedRouting(name="recorded", routing_maps=maps)
+    routing = CountedRouting(routing_maps=maps)
     return shape_of(4, ranks_per_node=2, num_experts=16, routing=routing)
 
 
