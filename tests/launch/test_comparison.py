@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from tuning_results import ALLGATHER, logged_result
 
 from monta_megatron.tools.compare import (
     IterationLines,
@@ -12,7 +13,7 @@ from monta_megatron.tools.compare import (
     speedup,
 )
 from monta_megatron.tools.launch.run_config import from_words
-from monta_megatron.tools.training_log import RunLog, read_log
+from monta_megatron.tools.training_log import TrainingLog, parse_log
 
 LOG = """
 monta: alltoall in 1 chunk, EP 4 x ETP 1 over 2 nodes: as asked for
@@ -25,21 +26,22 @@ monta: alltoall in 1 chunk, EP 4 x ETP 1 over 2 nodes: as asked for
 
 
 def test_a_log_is_read_by_iteration() -> None:
-    log = read_log(LOG)
+    log = parse_log(LOG)
     assert log.times_ms == {1: 90.0, 2: 81.4, 3: 80.0}
     assert log.losses[1] == 5.5 and 2 not in log.losses and math.isnan(log.losses[3])
-    assert (log.last_iteration, log.peak_memory_bytes) == (3, 3 * 2**20)
+    assert log.peak_memory_bytes == 3 * 2**20
     assert log.chain == "alltoall in 1 chunk"
-    log = read_log("Traceback\n")
-    assert (log.times_ms, log.losses, log.last_iteration) == ({}, {}, None)
+    log = parse_log("Traceback\n")
+    assert (log.times_ms, log.losses) == ({}, {})
     assert (log.peak_memory_bytes, log.chain) == (None, None)
+    assert parse_log(logged_result([0, 1], 0, ALLGATHER)).chain == "allgather in 1 chunk"
 
 
-def log_of(times_ms: list[float], losses: list[float]) -> RunLog:
-    return RunLog(
+def log_of(times_ms: list[float], losses: list[float]) -> TrainingLog:
+    return TrainingLog(
+        said={},
         times_ms=dict(enumerate(times_ms, 1)),
         losses=dict(enumerate(losses, 1)),
-        last_iteration=len(times_ms),
         peak_memory_bytes=None,
         chain=None,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from slurm_cluster import DEFAULT_MEMORY_MB, MEMORY_MB, Cluster, missing, running_cluster
+from tuning_results import ALLGATHER, ALLTOALL, logged_result
 
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import Run, prepare
@@ -23,9 +24,6 @@ JOB_LIMIT_S = 120
 GPUS_PER_NODE = 2
 # As the runs of configs/runs ask for them.
 ALL_OF_A_NODE = {"gpus-per-node": GPUS_PER_NODE, "exclusive": True, "mem": 0}
-WINS = "auto, exchange of ranks {}: alltoall in 1 chunk wins with 9.00 ms per iteration; trials in "
-WINS += "steps {} to 1023 cost 3.0 iterations; pin it with {}; us predicted"
-PINNED = "--moe-monta-chain alltoall --moe-monta-num-chunks 1"
 
 # One line in one piece, as ranks share the pipe, and with a mark: torch logs lines in brackets too.
 MARK = "rank says: "
@@ -173,18 +171,12 @@ def test_containers(slurm: Cluster, tmp_path: Path, image: str, asked: str) -> N
 
 
 @pytest.mark.timeout(3 * JOB_LIMIT_S)
-@pytest.mark.parametrize(
-    ("of_second_stage", "pinned"),
-    [(PINNED, PINNED), ("--moe-monta-chain allgather --moe-monta-num-chunks 1", "")],
-    ids=["all pinned the same", "stages differ"],
-)
-def test_a_requeued_job_keeps_what_was_pinned(
-    slurm: Cluster, tmp_path: Path, of_second_stage: str, pinned: str
-) -> None:
-    first_window = [(ranks, 0, "--moe-monta-chain allgather") for ranks in ("0, 1", "2, 3")]
-    second_window = [("0, 1", 1000, PINNED), ("2, 3", 1001, of_second_stage)]
-    wins = "|".join(f"monta: {WINS.format(*each)}" for each in first_window + second_window)
-    run = written(tmp_path, {"WINS": wins})
+def test_a_requeued_job_keeps_what_was_pinned(slurm: Cluster, tmp_path: Path) -> None:
+    """Other logs of windows are in tests/slurm/test_start_script.py."""
+    stages = (0, 1), (2, 3)
+    first_windows = [logged_result(ranks, 0, ALLGATHER) for ranks in stages]
+    second_windows = [logged_result(ranks, 1000, ALLTOALL) for ranks in stages]
+    run = written(tmp_path, {"WINS": "|".join(first_windows + second_windows)})
     job, log = submitted(slurm, run)
     deadline = time.monotonic() + JOB_LIMIT_S
     while not log.exists() or log.read_text().count("\nwaits\n") < 4:
@@ -193,4 +185,4 @@ def test_a_requeued_job_keeps_what_was_pinned(
     # What Slurm sends near the time limit.
     slurm.call("scancel", "--batch", "--signal=USR1", job)
     assert completed(slurm, job, log)["Restarts"] == "1"
-    check_ranks(log.read_text(), run, pinned=pinned)
+    check_ranks(log.read_text(), run, pinned=ALLTOALL.flags)

@@ -91,7 +91,7 @@ def validated(megatron: Preloaded, run: Run) -> dict[str, Any]:
     """Fields of the TransformerConfig and arguments, as Megatron has them after its checks."""
     words = [word for argument in words_of(run.arguments) for word in argument]
     environment = {name: str(value) for name, value in run.config.environment.items()}
-    world_size = run.config.layout.parallel.world_size
+    world_size = run.config.layout.world_size
     result = megatron.run(print_validated, words, environment, world_size)
     assert result.returncode == 0, result.stderr[-3000:]
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("RESULT "))

@@ -1,4 +1,4 @@
-"""start.sh in a plain shell, and what it refuses."""
+"""start.sh in a plain shell and in a requeued job, and what it refuses."""
 
 import json
 import os
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from free_ports import free_ports
+from tuning_results import ALLGATHER, ALLTOALL, logged_result
 
+from monta_megatron.core import Choice
 from monta_megatron.tools.launch.start import START
 
 RANKS = str(Path(__file__).with_name("slurm_ranks.py"))
@@ -71,3 +73,51 @@ def test_bad_arguments_are_one_line(arguments: str, message: str) -> None:
     assert refused.returncode == 2
     assert len(errors.splitlines()) == 1
     assert message in errors
+
+
+# What the batch script of a job calls; srun prints the words of the training script.
+STAND_INS = {
+    "scontrol": """#!/bin/bash
+case $2 in
+    job) echo "   StdOut=$LOG" ;;
+    hostnames) echo localhost ;;
+esac
+""",
+    "srun": """#!/bin/bash
+while [[ $1 != train.py ]]; do shift; done
+echo "$@"
+""",
+}
+# Windows of two pipeline stages: ranks, first step, winner.
+FIRST = [((0, 1), 0, ALLGATHER), ((2, 3), 0, ALLGATHER)]
+
+
+@pytest.mark.parametrize(
+    ("windows", "pinned"),
+    [
+        ([*FIRST, ((0, 1), 1000, ALLTOALL), ((2, 3), 1001, ALLTOALL)], ALLTOALL.flags),
+        ([*FIRST, ((0, 1), 1000, ALLTOALL), ((2, 3), 1001, ALLGATHER)], ""),
+        ([*FIRST, ((0, 1), 1000, ALLTOALL)], ""),
+        (FIRST, ""),
+    ],
+    ids=["one winner", "stages differ", "a stage has none", "no second window"],
+)
+def test_flags_of_a_requeued_job(
+    tmp_path: Path, windows: list[tuple[tuple[int, int], int, Choice]], pinned: str
+) -> None:
+    """From the lines that a training logs."""
+    for name, text in STAND_INS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    log = tmp_path / "7.log"
+    log.write_text("".join(f"{logged_result(*window)}\n" for window in windows))
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = "--ranks-per-node 2 -- train.py --lr 1"
+    requeued = start(command, PATH=path, LOG=str(log), SLURM_RESTART_COUNT="1", **job)
+    words, said = requeued.communicate(timeout=LIMIT_S)
+    assert words == f"train.py --lr 1 {pinned}".rstrip() + "\n"
+    told = f"pinned by the second tuning windows: {pinned}"
+    if not pinned:
+        told = f"no flags are pinned: no second tuning windows with one winner in {log}"
+    assert said == f"start.sh: {told}\n"

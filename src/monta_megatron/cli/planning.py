@@ -94,9 +94,9 @@ def run_plan(parsed: argparse.Namespace) -> int:
         print_report(sweep(request, *parsed.sweep), parsed.json)
         return 0
     if parsed.log is not None:
-        from monta_megatron.tools.training_log import read_training_log
+        from monta_megatron.tools.training_log import read_log
 
-        log = read_training_log(parsed.log)
+        log = read_log(parsed.log)
         request, iteration_ms, ran = log.request(request), log.iteration_ms, log.dispatcher
     planned = plan_request(request)
     if parsed.out is not None:

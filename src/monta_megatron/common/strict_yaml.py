@@ -84,7 +84,8 @@ def plain(value: Any) -> Any:
     if hasattr(type(value), "from_text"):
         return str(value)
     if is_dataclass(value):
-        return {entry.name: plain(getattr(value, entry.name)) for entry in fields(value)}
+        entries = (entry.name for entry in fields(value) if entry.init)
+        return {name: plain(getattr(value, name)) for name in entries}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     return value
@@ -149,7 +150,8 @@ def _value(kind: Any, data: Any, key: str, rule: str | None = None) -> Any:
 
 
 def _dataclass(kind: Any, data: Any, key: str) -> Any:
-    hints, entries = get_type_hints(kind, include_extras=True), fields(kind)
+    hints = get_type_hints(kind, include_extras=True)
+    entries = [entry for entry in fields(kind) if entry.init]
     names = [entry.name for entry in entries]
     if not isinstance(data, Mapping):
         raise _refused(key, data, f"a mapping with the keys {', '.join(names)}")

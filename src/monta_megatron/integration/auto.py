@@ -15,6 +15,7 @@ construction only. So an expert group that has no micro-batch, or only evaluates
 """
 
 import gc
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -179,10 +180,7 @@ class AutoChooser(Chooser):
     def _report_result(self) -> None:
         """Report a window's result; each expert group has its own, which its first rank reports."""
         if self.tuner.result is not None and dist.get_rank() == self._ranks[0]:
-            ranks, busiest = ", ".join(map(str, self._ranks)), ""
-            if self._busiest is not None:
-                busiest = f"; the busiest rank receives {self._busiest:.2f} times the mean"
-            print_once(f"auto, ranks {ranks}: {self.tuner.result}{busiest}")
+            print_once(result_line(self._ranks, self.tuner.result, self._busiest))
 
     @property
     def _others_tune(self) -> bool:
@@ -197,6 +195,18 @@ class AutoChooser(Chooser):
             for tuner in others
             if tuner is not self.tuner
         )
+
+
+def result_line(ranks: Sequence[int], result: str, busiest: float | None) -> str:
+    """The line of a window's result, in which `tools/launch/start.sh` finds the flags to pin.
+
+    Args:
+        ranks: of the expert group.
+        result: of `planner.tuning.TuningWindow`.
+        busiest: received rows of the busiest rank over the mean; None if unknown.
+    """
+    load = "" if busiest is None else f"; the busiest rank receives {busiest:.2f} times the mean"
+    return f"auto, ranks {', '.join(map(str, ranks))}: {result}{load}"
 
 
 # One for all layers of a shape in an expert group; freed with the last of them.

@@ -21,15 +21,13 @@ from monta_megatron.common.torchrun import why_ended
 from monta_megatron.tools.launch.prepare import checked, free_directory, prepare
 from monta_megatron.tools.launch.run_config import DISPATCHER, RunConfig, from_words
 from monta_megatron.tools.launch.start import choose_start, run_and_log, start_command, write
-from monta_megatron.tools.training_log import RunLog, read_log
+from monta_megatron.tools.training_log import NUM_WARMUP, TrainingLog, parse_log, read_log
 
 Tell = Callable[[str], None]
 
 MONTA, STOCK, FLEX = "monta", "alltoall", "flex"
 # Packages with the backends of Megatron's flex; one of them is enough to try it.
 FLEX_PACKAGES = ("deep_ep", "transformer_engine")
-# The first iterations, in which connections, buffers and plans are made.
-NUM_WARMUP_ITERATIONS = 2
 # Student's t for 95%, two-sided, by degrees of freedom; the last one for more.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -67,9 +65,9 @@ def interleaved(dispatchers: Sequence[str], pairs: int) -> Iterator[tuple[int, s
             yield pair, dispatcher
 
 
-def compare(dispatcher: str, stock: Sequence[RunLog], own: Sequence[RunLog]) -> Compared:
+def compare(dispatcher: str, stock: Sequence[TrainingLog], own: Sequence[TrainingLog]) -> Compared:
     """Compare the trainings of one dispatcher with stock's, pair by pair."""
-    stock_ms, times_ms = ([iteration_ms(log) for log in logs] for logs in (stock, own))
+    stock_ms, times_ms = ([log.iteration_ms for log in logs] for logs in (stock, own))
     ratio, interval = (1.0, None) if own is stock else speedup(stock_ms, times_ms)
     losses = ((log.losses.get(n), loss) for log in own for n, loss in stock[0].losses.items())
     return Compared(
@@ -82,12 +80,6 @@ def compare(dispatcher: str, stock: Sequence[RunLog], own: Sequence[RunLog]) -> 
         peak_memory_bytes=max(filter(None, (log.peak_memory_bytes for log in own)), default=None),
         chain=own[-1].chain,
     )
-
-
-def iteration_ms(log: RunLog) -> float:
-    """Median time of a training's iterations, without the warm-up; NaN if there is none."""
-    timed = [ms for n, ms in log.times_ms.items() if n > NUM_WARMUP_ITERATIONS]
-    return median(timed) if timed else math.nan
 
 
 def speedup(
@@ -144,7 +136,7 @@ def run_trainings(
     dispatchers, left_out = [MONTA, STOCK, FLEX], {}
     if not any(map(find_spec, FLEX_PACKAGES)):
         left_out[FLEX] = f"none of its backends is installed ({', '.join(FLEX_PACKAGES)})"
-    logs: dict[str, list[RunLog]] = {}
+    logs: dict[str, list[TrainingLog]] = {}
     for pair, dispatcher in interleaved(dispatchers, pairs):
         if dispatcher in left_out:
             continue
@@ -196,14 +188,14 @@ class IterationLines(io.BytesIO):
 
     def write(self, text: Any) -> int:
         *lines, self._rest = (self._rest + text).split(b"\n")
-        for log in (read_log(line.decode(errors="replace")) for line in lines):
+        for log in (parse_log(line.decode(errors="replace")) for line in lines):
             for n, ms in log.times_ms.items():
                 loss = log.losses.get(n, math.nan)
                 self._tell(f"{self._name}: iteration {n}: {ms:,.1f} ms, loss {loss:.6g}")
         return len(text)
 
 
-def train(file: str, words: Sequence[str], folder: Path, force: bool, tell: Tell) -> RunLog:
+def train(file: str, words: Sequence[str], folder: Path, force: bool, tell: Tell) -> TrainingLog:
     """Run one training in its folder, as `monta launch` does; returns its log.
 
     Raises:
@@ -218,9 +210,9 @@ def train(file: str, words: Sequence[str], folder: Path, force: bool, tell: Tell
     status = run_and_log(start_command(start, run), path, IterationLines(folder.name, tell))
     if status != 0:
         raise ValueError(f"{folder.name} failed, {why_ended(status, path)}; log: {path}")
-    log = read_log(path.read_text(encoding="utf-8", errors="replace"))
-    if math.isnan(iteration_ms(log)):
-        raise ValueError(f"{path}: must have times of more than {NUM_WARMUP_ITERATIONS} iterations")
+    log = read_log(path)
+    if len(log.times_ms) <= NUM_WARMUP:
+        raise ValueError(f"{path}: must have times of more than {NUM_WARMUP} iterations")
     if not all(map(math.isfinite, log.losses.values())):
         raise ValueError(f"{path}: must have losses that are finite")
     return log
@@ -258,7 +250,7 @@ class ComparisonReport:
         lines += [f"{row.dispatcher}: {row.chain}" for row in self.rows if row.chain is not None]
         lines += [f"{name} is left out: {why}" for name, why in self.left_out.items()]
         lines += [
-            f"ms: median of an iteration, without the first {NUM_WARMUP_ITERATIONS} of a training",
+            f"ms: median of an iteration, without the first {NUM_WARMUP} of a training",
             "ratio: alltoall's time over this one's, mean and interval over the pairs",
             "loss difference: the largest of an iteration; Megatron logs seven digits",
             f"directory: {self.directory}",

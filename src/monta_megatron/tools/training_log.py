@@ -31,59 +31,6 @@ CHAIN = re.compile(
     r"(\w+ in \d+ chunks?(?: with their experts)?)(?:, EP |, planned on | wins with )",
     re.MULTILINE,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunLog:
-    """The log of one training.
-
-    Attributes:
-        times_ms: iteration -> its time, where it was logged.
-        losses: iteration -> its loss, rounded to seven digits by Megatron.
-        last_iteration: the last one logged; None if there is none.
-        peak_memory_bytes: the most that a rank had allocated when Megatron last said so; None if it
-            never did.
-        chain: what ran last, in the dispatcher's words: "alltoall in 1 chunk".
-    """
-
-    times_ms: Mapping[int, float]
-    losses: Mapping[int, float]
-    last_iteration: int | None
-    peak_memory_bytes: float | None
-    chain: str | None
-
-
-def read_log(text: str) -> RunLog:
-    """The log of a training that has ended, whether or not it came to its end.
-
-    A training that starts again, from a checkpoint or from the beginning, goes on in the same file;
-    iterations that it runs again count once.
-    """
-    lines: dict[int, str] = {}
-    last = None
-    for line in text.splitlines():
-        if match := ITERATION.search(line):
-            iteration = int(match[1])
-            if last is not None and iteration <= last:
-                lines = {number: lines[number] for number in lines if number < iteration}
-            lines[iteration], last = line, iteration
-    peaks_mib = [float(peak) for peak in PEAK_MIB.findall(text)]
-    chains = CHAIN.findall(text)
-    return RunLog(
-        times_ms=_numbers(TIME_MS, lines),
-        losses=_numbers(LOSS, lines),
-        last_iteration=last,
-        # A rank without an accelerator says 0.
-        peak_memory_bytes=max(peaks_mib, default=0.0) * 2**20 or None,
-        chain=chains[-1] if chains else None,
-    )
-
-
-def _numbers(pattern: re.Pattern[str], lines: Mapping[int, str]) -> dict[int, float]:
-    """The number of each iteration, where its line has one."""
-    return {n: float(match[1]) for n, line in lines.items() if (match := pattern.search(line))}
-
-
 # Colours, and what Ray says behind a line that several actors print, and Bridge behind a value.
 NOISE = re.compile(r"\x1b\[[\d;]*[A-Za-z]|\s*\[repeated \d+x across cluster\].*$| +\(Mcore def.*$")
 LABEL = r"(?:^|[\s\]:>|)])"
@@ -112,19 +59,28 @@ OTHER_NAMES = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
+# Logged iterations of a start in which connections, buffers and plans are made.
+NUM_WARMUP = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingLog:
     """The last start of a training in a log.
 
     Attributes:
-        said: values by their names, as texts.
-        times_ms: of each iteration, in order; one that was run again counts once.
+        said: values of its arguments or configuration by their names, as texts.
+        times_ms: iteration -> its time, where it was logged.
+        losses: iteration -> its loss, rounded to seven digits by Megatron.
+        peak_memory_bytes: the most that a rank had allocated when Megatron last said so; None if it
+            never did.
+        chain: what ran last, in the dispatcher's words: "alltoall in 1 chunk".
     """
 
-    said: dict[str, str]
-    times_ms: list[float]
+    said: Mapping[str, str]
+    times_ms: Mapping[int, float]
+    losses: Mapping[int, float]
+    peak_memory_bytes: float | None
+    chain: str | None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -162,9 +118,9 @@ class TrainingLog:
 
     @property
     def iteration_ms(self) -> float:
-        """The median iteration without the first tenth, in which everything starts."""
-        times_ms = self.times_ms
-        return median(times_ms[max(1, len(times_ms) // 10) :] or times_ms)
+        """The median iteration without the warm-up; of all, where there are no others."""
+        times_ms = list(self.times_ms.values())
+        return median(times_ms[NUM_WARMUP:] or times_ms)
 
     @property
     def dispatcher(self) -> str:
@@ -172,33 +128,53 @@ class TrainingLog:
         return self.said.get(DISPATCHER.replace("-", "_"), "allgather")
 
 
-def read_training_log(path: Path) -> TrainingLog:
-    """Read a log; what is no line of a training's loop is passed over.
+def read_log(path: Path) -> TrainingLog:
+    """Read the log of a training.
 
     Raises:
         ValueError: it cannot be read, or holds no timed iteration.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        log = parse_log(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
-        raise ValueError(f"--log: {path}: cannot be read: {error.strerror}") from error
-    lines: list[str] = []
-    has_iterations = False
-    for line in text.splitlines():
-        if len(line) < LONGEST_LINE:
-            lines.append(NOISE.sub("", line).rstrip())
-            if has_iterations and START.search(lines[-1]):
-                lines, has_iterations = lines[-1:], False
-            has_iterations |= ITERATION.search(line) is not None
-    # A line that is cut says nothing of the iteration that it names.
-    timed = filter(TIME_MS.search, lines)
-    times_ms = list(read_log("\n".join(timed)).times_ms.values())
-    if not times_ms:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    if not log.times_ms:
         raise ValueError(
-            f"--log: {path}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, "
-            "must be the text, not packed, that Megatron-LM or Megatron Bridge printed"
+            f"{path}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, must "
+            "be the text, not packed, that Megatron-LM or Megatron Bridge printed"
         )
-    return TrainingLog(_values(lines), times_ms)
+    return log
+
+
+def parse_log(text: str) -> TrainingLog:
+    """The last start in a log, or in a part of one; lines of other kinds are passed over."""
+    lines: list[str] = []
+    iterations: dict[int, str] = {}
+    for line in text.splitlines():
+        if len(line) >= LONGEST_LINE:
+            continue
+        line = NOISE.sub("", line).rstrip()
+        if iterations and START.search(line):
+            lines, iterations = [], {}
+        lines.append(line)
+        # A line that is cut says nothing of the iteration that it names.
+        if (match := ITERATION.search(line)) and TIME_MS.search(line):
+            iterations[int(match[1])] = line
+    text = "\n".join(lines)
+    peaks_mib = [float(peak) for peak in PEAK_MIB.findall(text)]
+    return TrainingLog(
+        said=_values(lines),
+        times_ms=_numbers(TIME_MS, iterations),
+        losses=_numbers(LOSS, iterations),
+        # A rank without an accelerator says 0.
+        peak_memory_bytes=max(peaks_mib, default=0.0) * 2**20 or None,
+        chain=next(reversed(CHAIN.findall(text)), None),
+    )
+
+
+def _numbers(pattern: re.Pattern[str], lines: Mapping[int, str]) -> dict[int, float]:
+    """The number of each iteration, where its line has one."""
+    return {n: float(match[1]) for n, line in lines.items() if (match := pattern.search(line))}
 
 
 def _values(lines: Iterable[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from training_logs import QWEN3_30B, TRAINING, arguments_block, iteration_lines,
 
 from monta_megatron.planner.model import model_of
 from monta_megatron.tools.plan.request import PlanRequest
-from monta_megatron.tools.training_log import TrainingLog, read_training_log
+from monta_megatron.tools.training_log import TrainingLog, read_log
 
 ON_16 = {**QWEN3_30B, "world_size": 16, "expert_model_parallel_size": 16}
 CLUSTER = ["--cluster", "h100_8x_ndr"]
@@ -23,7 +23,7 @@ def write(folder: Path, *lines: str) -> Path:
 
 
 def read(folder: Path, *lines: str) -> TrainingLog:
-    return read_training_log(write(folder, *lines))
+    return read_log(write(folder, *lines))
 
 
 @pytest.mark.parametrize("ran", ["alltoall", "allgather"])
@@ -41,6 +41,13 @@ def test_the_plan_of_a_log_is_that_of_its_model(tmp_path: Path, monta: Monta, ra
     saved_us = ran_us - of_log["predicted_us"]
     for name, us in (("exchange_share", ran_us), ("saved_share", saved_us)):
         assert of_log[name] == pytest.approx(us * 48 * 16 / 1e3 / 9000)
+
+
+def test_nodes_are_those_of_the_run(tmp_path: Path, monta: Monta) -> None:
+    """4 ranks share a node link: 16 ranks are 4 nodes."""
+    path = write(tmp_path, training_log({**ON_16, "moe_monta_ranks_per_node": 4}, 9000.0))
+    planned = monta.document("plan", "--log", str(path), *CLUSTER)
+    assert planned["shape"]["layout"]["nodes"] == [rank // 4 for rank in range(16)]
 
 
 LABELS = {
@@ -80,10 +87,10 @@ BRIDGE, SUMMARY = (
 @pytest.mark.parametrize("printed", [BRIDGE, SUMMARY, BRIDGE + SUMMARY])
 def test_configurations_of_bridge(tmp_path: Path, monta: Monta, label: str, printed: str) -> None:
     """Keys of the model and the training alone, lists, and values beside their defaults."""
-    # The first one, in which everything starts, does not count.
-    lines = [*printed.splitlines(), *iteration_lines([9.0, 3.0, 4.0, 5.0])]
+    # The first two, in which everything starts, do not count.
+    lines = [*printed.splitlines(), *iteration_lines([9.0, 9.0, 3.0, 4.0, 5.0])]
     path = write(tmp_path, *(f"{label}{line}" for line in lines))
-    log = read_training_log(path)
+    log = read_log(path)
     model = model_of(log.arguments, "a", "b")
     assert model.moe_layers == (False, True, True)
     assert (model.row_size, model.value_bytes, model.micro_batch_size) == (64, 2, 1)
@@ -104,7 +111,7 @@ def test_restarts_and_cut_lines(tmp_path: Path) -> None:
     changed = {**TRAINING, **ON_16, "micro_batch_size": 2}
     second = [*arguments_block(changed), *iteration_lines([7.0] * 6, first=5)]
     log = read(tmp_path, *first, *second, second[-1][:60])
-    assert log.times_ms == [7.0] * 6
+    assert log.times_ms == dict.fromkeys(range(5, 11), 7.0)
     assert log.arguments["micro-batch-size"] == "2"
 
 
@@ -113,7 +120,7 @@ def test_no_log_is_one_line(tmp_path: Path, monta: Monta, content: bytes) -> Non
     path = tmp_path / "train.log"
     path.write_bytes(content)
     error = monta.refusal("plan", "--log", path, *CLUSTER)
-    assert error.startswith(f"monta plan: --log: {path}: holds no `iteration N/ M | ... elapsed")
+    assert error.startswith(f"monta plan: {path}: holds no `iteration N/ M | ... elapsed")
 
 
 # A line, and what stands in place of some of its characters.

@@ -15,11 +15,8 @@ from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.text import counted, one_of
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import shape_of_layout
 from monta_megatron.planner.model import Reader, model_of
 from monta_megatron.planner.plan import NUM_CHUNKS, Plan
-from monta_megatron.planner.plan import plan as plan_shape
-from monta_megatron.planner.ranking import training_memory
 from monta_megatron.tools.launch.megatron_arguments import Answer
 from monta_megatron.tools.launch.run_config import (
     CLUSTER,
@@ -32,6 +29,7 @@ from monta_megatron.tools.launch.run_config import (
     replaced,
     words_of,
 )
+from monta_megatron.tools.plan.request import PlanRequest, plan_request
 
 # Variable that names a checkout of Megatron-LM; where it is not set, it is left to the script.
 CHECKOUT = "MEGATRON_LM_DIR"
@@ -158,37 +156,32 @@ def plan_run(config: RunConfig, arguments: Arguments) -> tuple[Plan | None, tupl
     if not {"num-experts", CLUSTER} <= arguments.keys():
         return None, ("no plan: the file names no model and cluster",)
 
-    # Step 1: check that model, cluster and layout fit together.
-    model, layout = model_of(arguments, config.name, "megatron"), config.layout.parallel
+    # Step 1: what to plan.
+    read, layout = Reader(arguments, "megatron"), config.layout
     has_kernels = arguments.get("moe-monta-kernels") != "torch"
-    cluster = load_cluster(str(arguments[CLUSTER])).with_kernels(has_kernels)
-    try:
-        cluster = cluster.of_job(config.layout.ranks_per_node)
-    except ValueError as error:
-        raise ValueError(f"layout.{error}") from error
-    incompatibility = layout.incompatibility(model)
-    if incompatibility is not None:
-        raise ValueError(f"layout.{incompatibility}")
-    if layout.world_size > cluster.num_ranks:
-        raise ValueError(
-            f"layout.nodes * ranks_per_node: got {layout.world_size}, must be at most the "
-            f"{cluster.num_ranks} ranks of {cluster.name}; its num_nodes is that of the cluster"
-        )
-    read = Reader(arguments, "megatron")
-    ranks_per_node = read.size("moe-monta-ranks-per-node", cluster.ranks_per_node)
-    notes = list(model.notes)
-    if ranks_per_node != config.layout.ranks_per_node:
-        notes.append(
-            f"{ranks_per_node} ranks are taken to share a node link, and "
-            f"{config.layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
-        )
+    request = PlanRequest(
+        model=model_of(arguments, config.name, "megatron"),
+        cluster=load_cluster(str(arguments[CLUSTER])).with_kernels(has_kernels),
+        ranks_per_node=layout.ranks_per_node,
+        world_size=layout.world_size,
+        **{name: getattr(layout, name) for name in PARALLEL_ARGUMENTS},
+    )
+    node_size = read.optional("moe-monta-ranks-per-node")
+    chains, num_chunks = _candidates(read)
 
     # Step 2: plan the exchange that the dispatcher will have to plan.
-    chains, num_chunks = _candidates(read)
-    shape = shape_of_layout(model, layout, ranks_per_node)
-    planned = plan_shape(shape, cluster, chains=chains, num_chunks=num_chunks)
-    memory = training_memory(model, cluster, layout, shape.tokens_per_rank)
-    return planned, (*notes, f"needs {memory.text}")
+    try:
+        planned = plan_request(request, node_size, chains=chains, num_chunks=num_chunks)
+    except ValueError as error:
+        raise ValueError(f"layout: {error}") from error
+    notes = list(planned.plan.notes)
+    node_size = node_size or planned.cluster.ranks_per_node
+    if node_size != layout.ranks_per_node:
+        notes.append(
+            f"{node_size} ranks are taken to share a node link, and "
+            f"{layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
+        )
+    return planned.plan, (*notes, f"needs {planned.memory.text}")
 
 
 def _candidates(read: Reader) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -289,7 +282,7 @@ def _ask(run: Run) -> Answer:
     environment = {
         **os.environ,
         **{name: str(value) for name, value in run.config.environment.items()},
-        "WORLD_SIZE": str(run.config.layout.parallel.world_size),
+        "WORLD_SIZE": str(run.config.layout.world_size),
         "RANK": "0",
         "PYTHONWARNINGS": "ignore",
     }

@@ -55,36 +55,21 @@ PARALLEL_ARGUMENTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunLayout:
+class RunLayout(ParallelLayout):
     """Nodes, and the sizes of Megatron's parallel groups on them.
 
     Attributes:
         nodes: hosts of the run.
         ranks_per_node: processes, and so GPUs, of each.
-        tp: tensor parallel size.
-        ep: expert parallel size.
-        etp: expert tensor parallel size.
-        pp: pipeline parallel size.
-        cp: context parallel size.
     """
 
+    world_size: PositiveInt = field(init=False)
     nodes: PositiveInt
     ranks_per_node: PositiveInt
-    tp: PositiveInt = 1
-    ep: PositiveInt = 1
-    etp: PositiveInt = 1
-    pp: PositiveInt = 1
-    cp: PositiveInt = 1
 
-    @property
-    def parallel(self) -> ParallelLayout:
-        """The layout in the planner's form.
-
-        Raises:
-            ValueError: the sizes do not divide the ranks.
-        """
-        sizes = {name: getattr(self, name) for name in PARALLEL_ARGUMENTS}
-        return ParallelLayout(world_size=self.nodes * self.ranks_per_node, **sizes)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "world_size", self.nodes * self.ranks_per_node)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,18 +233,18 @@ def merge(
     }
     of_layout = {PARALLEL_ARGUMENTS[field]: size for field, size in sizes.items()}
     others = {name: value for name, value in arguments.items() if name not in of_layout}
+    try:
+        layout = replace(config.layout, **sizes)
+    except ValueError as error:
+        raise ValueError(f"layout.{error}") from error
     resolved = replace(
         config,
-        layout=replace(config.layout, **sizes),
+        layout=layout,
         model=None,
         cluster=others.get(CLUSTER, config.cluster),
         megatron={name: value for name, value in others.items() if name != CLUSTER},
         script_arguments=script_arguments,
     )
-    try:
-        _ = resolved.layout.parallel
-    except ValueError as error:
-        raise ValueError(f"layout: {error}") from error
     return resolved, of_layout | others, tuple(notes)
 
 

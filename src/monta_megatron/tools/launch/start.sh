@@ -121,9 +121,9 @@ end_ranks() {
 # they are the same. A second window opens 1,000 steps after the first.
 pinned_flags() {
     awk '
-        /auto, exchange of ranks .* wins with / {
+        /auto, ranks [0-9, ]*: .* wins with / {
             exchange = step = flags = $0
-            sub(/.*exchange of ranks /, "", exchange)
+            sub(/.*auto, ranks /, "", exchange)
             sub(/:.*/, "", exchange)
             sub(/.*trials in steps /, "", step)
             sub(/.*pin it with /, "", flags)
@@ -147,7 +147,11 @@ in_job() {
     if ((${SLURM_RESTART_COUNT:-0} > 0)); then
         log=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
         read -ra pinned < <(pinned_flags "$log") || true
-        ((${#pinned[@]} == 0)) || say "pinned by the second tuning window: ${pinned[*]}"
+        if ((${#pinned[@]} > 0)); then
+            say "pinned by the second tuning windows: ${pinned[*]}"
+        else
+            say "no flags are pinned: no second tuning windows with one winner in $log"
+        fi
     fi
     MASTER_ADDR=$(first_host "$SLURM_JOB_NODELIST")
     export MASTER_ADDR MASTER_PORT

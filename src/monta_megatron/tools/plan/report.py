@@ -18,6 +18,7 @@ from monta_megatron.planner.curves import RESOURCE_NAMES
 from monta_megatron.planner.layout import uneven_stages
 from monta_megatron.planner.plan import IterationShare, Plan
 from monta_megatron.planner.ranking import best, cross_or_stay
+from monta_megatron.tools.launch.run_config import PARALLEL_ARGUMENTS
 from monta_megatron.tools.plan.request import Planned, PlanRequest, plan_request
 
 WIDTH, MOST_LINES, MOST_LAYOUTS = 100, 25, 8
@@ -216,7 +217,7 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
         "layout": {
             "nodes": layout.world_size // on_host,
             "ranks_per_node": on_host,
-            **{name: getattr(layout, name) for name in ("tp", "ep", "etp", "pp", "cp")},
+            **{name: getattr(layout, name) for name in PARALLEL_ARGUMENTS},
         },
         # Megatron demands it before Blackwell.
         "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": 1} if layout.tp * layout.cp > 1 else {},

@@ -22,6 +22,7 @@ from monta_megatron.planner.ranking import (
     rank_layouts,
     training_memory,
 )
+from monta_megatron.tools.launch.run_config import PARALLEL_ARGUMENTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,12 @@ class Planned:
     benefit: Benefit
 
 
-def plan_request(request: PlanRequest) -> Planned:
+def plan_request(request: PlanRequest, node_size: int | None = None) -> Planned:
     """Read the files of a request, rank the layouts where it names none, and plan.
+
+    Args:
+        request: to plan.
+        node_size: ranks that the node link of a layout joins; None for the cluster's.
 
     Raises:
         ValueError: a file or a size is wrong, no layout fits, or no chain can run.
@@ -100,8 +105,7 @@ def plan_request(request: PlanRequest) -> Planned:
     require(world_size <= cluster.num_ranks, "world_size", world_size, rule)
 
     # Step 2: the layout.
-    names = ("tp", "ep", "etp", "cp", "pp")
-    sizes = {name: size for name in names if (size := getattr(request, name))}
+    sizes = {name: size for name in PARALLEL_ARGUMENTS if (size := getattr(request, name))}
     layout: ParallelLayout
     if sizes.keys() & {"tp", "ep", "etp"}:
         layout, ranking = ParallelLayout(world_size=world_size, **sizes), None
@@ -112,7 +116,7 @@ def plan_request(request: PlanRequest) -> Planned:
         raise ValueError(problem)
 
     # Step 3: the chain.
-    shape = shape_of_layout(model, layout, cluster.ranks_per_node, request.tokens)
+    shape = shape_of_layout(model, layout, node_size or cluster.ranks_per_node, request.tokens)
     plan = plan_shape(shape, cluster)
     notes = [
         f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}"
