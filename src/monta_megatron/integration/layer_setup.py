@@ -193,8 +193,8 @@ def _agree_in_group(
     """Check that all ranks of the expert group share the agreed values; one gather.
 
     Returns:
-        Each rank's host (or MONTA_NODE), and the chooser that layers of this shape share already.
-        A dropped model's may be gone on some ranks only: then None, and all make a new one.
+        Each rank's host (or MONTA_NODE), and the chooser that this layer shares; None if a rank has
+        none, for instance because it has collected a dropped model.
     """
     chooser, ranks = shared_chooser(group, agreed), dist.get_process_group_ranks(group)
     facts = gather_objects((agreed, node_here(), chooser is not None), group)
