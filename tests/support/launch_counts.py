@@ -167,8 +167,8 @@ def count_launches(
     layer = layer_on_device(chain_name, ep, moe_monta_num_chunks=num_chunks, **options)
     with layer as (made, routed, device):
         counter = LaunchCounter(device.recorder)
-        for name in ("preprocess", "_maybe_dtoh_and_synchronize"):
-            setattr(made, name, counter.in_row("counts", getattr(made, name)))
+        for owner, name in counting(made):
+            setattr(owner, name, counter.in_row("counts", getattr(owner, name)))
         switches = {
             "stream": counter.switched(torch.cuda.stream, 2),
             "set_stream": counter.switched(torch.cuda.set_stream, 1),
@@ -178,6 +178,11 @@ def count_launches(
             run_layer(made, inputs, counter.row)
     assert made.choice is not None and made.choice.num_chunks == num_chunks
     return counter.counts
+
+
+def counting(made: MontaTokenDispatcher) -> list[tuple[Any, str]]:
+    """The methods that exchange, copy and read the counts, by their owners."""
+    return [(made._counts, "collect"), (made._counts, "copy_to_host"), (made, "_bound")]
 
 
 @contextmanager

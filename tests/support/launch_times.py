@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +18,7 @@ import torch
 from fake_world import exchanged_counts
 from launch_counts import (
     ROWS,
+    counting,
     layer_inputs,
     make_dispatcher,
     permute_sizes,
@@ -30,6 +30,7 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from monta_megatron.common.torch_private import ALL_GATHER, ALL_TO_ALL
 from monta_megatron.exchange import count_messages, executor, operations, streams
 from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.exchange.count_messages import CountMessages, MicroBatchCounts
 
 WARM_UP = 2
 # From when the counts are on the host to when it starts the first collective of dispatch: nothing
@@ -75,9 +76,9 @@ def host_us(
     made.cuda_dtoh_stream = _NoStream()
     inputs = layer_inputs(routed, "cpu")
     times = _Times()
-    made._counts.copy_to_host = times.counts_arrive(made._counts, copied)
-    for name in ("preprocess", "_maybe_dtoh_and_synchronize"):
-        setattr(made, name, times.in_counts(getattr(made, name)))
+    made._counts.copy_to_host = times.counts_arrive(made._counts.count_messages, copied)
+    for owner, name in counting(made):
+        setattr(owner, name, times.in_counts(getattr(owner, name)))
     is_fused, driver = kernels == "fused", nullcontext()
     if is_fused:
         from compiled_kernels import no_driver
@@ -113,16 +114,14 @@ class _Times:
         self.layers[-1][name] += spent_us - self._inside_us
         self._inside_us = outside_us + spent_us
 
-    def counts_arrive(self, counts: Any, copied: torch.Tensor) -> Any:
+    def counts_arrive(self, count_messages: CountMessages, copied: torch.Tensor) -> Any:
         """In place of `copy_to_host` of a count exchange: what it brings, once it is waited for."""
 
-        def synchronize() -> None:
+        def read() -> MicroBatchCounts:
             self._arrived = time.thread_time()
+            return count_messages.read(copied.numpy())
 
-        def copy_to_host(*_: Any) -> None:
-            counts._copy, counts._copied = copied, SimpleNamespace(synchronize=synchronize)
-
-        return copy_to_host
+        return lambda *_: read
 
     def collective_starts(self) -> None:
         """The host is about to start a collective of a pass."""
