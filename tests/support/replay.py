@@ -212,8 +212,8 @@ class Layer:
             place = 0, groups_of(case.layout(0))
         source = make_source(case, data, place)
         settings = {"fused": fused, **monitor}
-        # `shared` holds tensors of a device.
-        exchanges = [replace(source.exchange, shared={}, **settings)]
+        # A copy has indices of its own, on this device.
+        exchanges = [replace(source.exchange, **settings)]
         if each.pipelined:
             assert isinstance(source.counts, TokenCounts), "rows are permuted tokens"
             exchanges = chunks_of(exchanges[0], source.counts, case.num_chunks)
