@@ -21,6 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,11 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from sweep import Study, start
 
-from monta_megatron.chains import CHAINS
+from monta_megatron.chains import BoundChain, lower
 from monta_megatron.chains.chain import order_of_issue
+from monta_megatron.chains.program import BoundProgram, Program
 from monta_megatron.common.text import counted, table
-from monta_megatron.exchange.count_messages import MicroBatchCounts
+from monta_megatron.exchange import buffers
 from monta_megatron.tools.bench.candidates import (
     Batch,
     Bench,
@@ -88,19 +90,16 @@ def build(bench: Bench) -> Bench:
     # The last one is the same chain, but no Permute of it overlaps a collective.
     numbers = [*sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks}), FIXED_NUM_CHUNKS]
     ours = [monta_candidate(bench, CHAIN, number) for number in numbers]
-    serial = ours[-1].dispatcher
-    bind = serial._bind
-    permutes_apart = replace(CHAINS[CHAIN], order=order_with_permutes_apart)
+    layout_of_last = ours[-1].dispatcher.setup.layout
 
-    def bind_in_order(counts: MicroBatchCounts) -> None:
-        bind(counts)
-        exchanges = serial.micro_batch.exchanges
-        exchanges[:] = [
-            replace(each, bound_chain=replace(each.bound_chain, chain=permutes_apart))
-            for each in exchanges
-        ]
+    def lower_in_order(bound: BoundChain, *arguments: Any) -> BoundProgram:
+        usual = lower.lower(bound, *arguments)
+        if bound.layout is not layout_of_last:
+            return usual
+        pass_, row, _, policy = arguments
+        return usual._replace(program=with_permutes_apart(bound.shape, pass_, row, policy))
 
-    serial._bind = bind_in_order
+    buffers.lower = lower_in_order  # type: ignore[assignment]
     return replace(bench, candidates=[stock_candidate(bench, "alltoall"), whole_group, *ours])
 
 
@@ -117,6 +116,13 @@ def check(settings: Settings) -> None:
         raise ValueError("--tp: got 1, must be above 1, to have tensor-parallel duplicates")
     if etp != tp:
         raise ValueError(f"--etp: got {etp}, must be equal to --tp ({tp})")
+
+
+@functools.cache
+def with_permutes_apart(*structure: Any) -> Program:
+    """The program of a pass; see `order_with_permutes_apart`."""
+    with mock.patch.object(lower, "order_of_issue", order_with_permutes_apart):
+        return lower._structure.__wrapped__(*structure)
 
 
 def order_with_permutes_apart(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:

@@ -2,11 +2,14 @@
 
 import functools
 import sys
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import gpu_check
+
 from monta_megatron.cli import main
-from monta_megatron.emulation import gloo_collectives
 from monta_megatron.exchange import collectives
 
 num_copied = 0
@@ -19,8 +22,8 @@ def is_copied(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 0
 
 
-gloo_collectives._is_on_device = is_copied
-gloo_collectives.install_for_device()
+gpu_check.is_on_device = is_copied
+gpu_check.send_through_host()
 collectives.join_launch = functools.partial(collectives.join_launch, transport="gloo")
 status = main(["bench", *sys.argv[1:]])
 if torch.distributed.get_rank() == 0:

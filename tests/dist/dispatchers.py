@@ -186,6 +186,8 @@ def check(case: Case) -> list[str]:
                     stack.enter_context(in_interpreter(dispatcher))
                 if is_patched:
                     stack.enter_context(rows_counted_from_the_map())
+                enters = mock.patch.object(dispatcher, "_enter", wraps=dispatcher._enter)
+                enter = stack.enter_context(enters)
                 ours = run_phases(case, dispatcher, batch, is_training)
             with rows_counted_from_the_map():
                 theirs = run_phases(case, stock, batch, is_training)
@@ -193,8 +195,8 @@ def check(case: Case) -> list[str]:
         rows = CHAINS[dispatcher.choice.chain].rows
         if is_patched and case.chain != "auto" and not case.config:
             # The host has to know how many rows there are before it permutes them.
-            is_early = dispatcher.cuda_sync_point == "before_permutation_1"
-            assert is_early == (rows == "permuted tokens"), dispatcher.cuda_sync_point
+            is_bound = enter.call_args.args[0].exchanges != ()
+            assert is_bound == (rows == "permuted tokens")
         keeps_order = rows == "permuted tokens" and case.etp <= 2
         bounds = {} if keeps_order else bounds_of(case, batch)
         if case.etp == 1:

@@ -71,16 +71,17 @@ class Model:
         return self.layers[0].token_dispatcher.chooser
 
     def _note(self, shape: int, dispatcher: Any) -> None:
-        bind = dispatcher._bind
+        bound = dispatcher._bound
 
-        def noting(counts: Any) -> None:
+        def noting(batch: Any) -> Any:
             tuner = getattr(dispatcher.chooser, "tuner", None)
             step = 0 if tuner is None else tuner.step
-            bind(counts)
+            batch = bound(batch)
             is_training = dispatcher.moe_layer().training
-            self.exchanges.append((shape, step, dispatcher.choice.name, is_training))
+            self.exchanges.append((shape, step, batch.choice.name, is_training))
+            return batch
 
-        dispatcher._bind = noting
+        dispatcher._bound = noting
 
     def forward(
         self, generator: torch.Generator, num_tokens: int, with_moe: bool = True

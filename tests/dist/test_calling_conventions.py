@@ -18,7 +18,7 @@ from pool import Pools, on_ranks
 from test_exchange_properties import failures_of
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.integration.dispatcher import MicroBatch, MontaTokenDispatcher
+from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 
 # (tp, ep, etp) -> chains that run there.
 LAYOUTS = {
@@ -109,12 +109,12 @@ def test_a_map_with_more_experts_than_were_permuted() -> None:
 
 def test_a_fused_permutation_keeps_its_mapping() -> None:
     """Transformer Engine's has a row for each token, whatever was permuted: 24 rows of 12."""
-    exchange: Any = SimpleNamespace(bound_chain=SimpleNamespace(num_source_rows=20))
     dispatcher: Any = SimpleNamespace(
-        micro_batch=MicroBatch(choice=None, exchanges=[exchange]),
         config=SimpleNamespace(moe_permute_fusion=True),
         reversed_local_input_permutation_mapping=torch.zeros(12, 9),
     )
-    rows, probs = MontaTokenDispatcher._as_counted(dispatcher, torch.zeros(24, 8), torch.zeros(24))
+    rows, probs = MontaTokenDispatcher._as_counted(
+        dispatcher, torch.zeros(24, 8), torch.zeros(24), 20
+    )
     assert (len(rows), len(probs)) == (20, 20)
     assert len(dispatcher.reversed_local_input_permutation_mapping) == 12

@@ -192,9 +192,10 @@ def test_two_models_in_a_process() -> None:
         assert_same_results(forward_backward(case, layer), expected, True, "after both")
 
 
+@pytest.mark.parametrize("num_local_experts", [2, 4])
 @on_ranks(4)
-def test_a_model_that_is_built_again() -> None:
-    """While rank 0 alone still holds the one before."""
+def test_a_model_that_is_built_again(num_local_experts: int) -> None:
+    """Of the same shape, or of another, while rank 0 alone still holds the one before."""
     layer = build_layer(AUTO)
     for _ in range(2):
         forward_backward(AUTO, layer)
@@ -202,9 +203,12 @@ def test_a_model_that_is_built_again() -> None:
     held = [layer] * (dist.get_rank() == 0)
     del layer
     gc.collect()
-    again = build_layer(AUTO)
-    stock = forward_backward(AUTO, build_layer(AUTO, "alltoall"))
-    assert_same_results(forward_backward(AUTO, again), stock, False, "built again")
+    case = replace(AUTO, num_local_experts=num_local_experts)
+    again = build_layer(case)
+    stock = forward_backward(case, build_layer(case, "alltoall"))
+    for _ in range(3):
+        assert_same_results(forward_backward(case, again), stock, False, "built again")
+        step_of(again)
     del held
 
 

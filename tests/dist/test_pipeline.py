@@ -14,10 +14,8 @@ from pool import on_ranks
 from self_checks import FAULTS
 from step_list import StepList
 
-from monta_megatron.chains import BoundChain
-from monta_megatron.chains.lower import lower
+from monta_megatron.chains import lower
 from monta_megatron.chains.program import BoundProgram
-from monta_megatron.exchange import buffers
 
 CASE = Case(tp=2, ep=2, etp=2, num_chunks=4)
 
@@ -55,10 +53,9 @@ def serial_loop() -> Any:
     def order(offsets: Any, num_chunks: int) -> list[tuple[int, int]]:
         return [(stage, chunk) for chunk in range(num_chunks) for stage in range(len(offsets))]
 
-    def in_order(bound: BoundChain, *arguments: Any) -> BoundProgram:
-        return lower(replace(bound, chain=replace(bound.chain, order=order)), *arguments)
-
-    return mock.patch.object(buffers, "lower", in_order)
+    # Programs are cached whatever their order.
+    structure = lower._structure.__wrapped__
+    return mock.patch.multiple(lower, order_of_issue=order, _structure=structure)
 
 
 def record_of_passes(case: Case) -> list[tuple[str, str, str, int]]:

@@ -32,17 +32,18 @@ updated: list[bool] = []
 
 
 def note_choices() -> None:
-    bind = dispatcher.MontaTokenDispatcher._bind
+    bound = dispatcher.MontaTokenDispatcher._bound
 
-    def noting(self: Any, counts: Any) -> None:
-        bind(self, counts)
+    def noting(self: Any, batch: Any) -> Any:
+        batch = bound(self, batch)
         if isinstance(self.chooser, AutoChooser):
             if self.chooser not in choosers:
                 choosers.append(self.chooser)
-            shape, choice = choosers.index(self.chooser), self.micro_batch.choice
-            noted.append((shape, self.chooser.tuner.step, choice.name, self.moe_layer().training))
+            shape, is_training = choosers.index(self.chooser), self.moe_layer().training
+            noted.append((shape, self.chooser.tuner.step, batch.choice.name, is_training))
+        return batch
 
-    dispatcher.MontaTokenDispatcher._bind = noting  # type: ignore[method-assign]
+    dispatcher.MontaTokenDispatcher._bound = noting  # type: ignore[method-assign]
     step = ChainedOptimizer.step
 
     def noting_step(self: Any) -> Any:

@@ -144,7 +144,6 @@ def chunks_of(exchange: Exchange, counts: TokenCounts, num_chunks: int) -> list[
         replace(
             exchange,
             bound_chain=bound.chain.bind(bound.layout, counts.of_blocks(*blocks), 1),
-            shared={},
         )
         for blocks in blocks_of_chunks(num_blocks, num_chunks)
     ]

@@ -8,7 +8,7 @@ docs/launch_budget.md says what each figure counts.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -232,9 +232,11 @@ def layer_inputs(routed: torch.Tensor, device: str) -> tuple[torch.Tensor, ...]:
 
 def run_layer(made: MontaTokenDispatcher, inputs: tuple[torch.Tensor, ...], rows: Rows) -> None:
     """The six phases, then the passes of the backward, which autograd's engine would run."""
-    of_counts = ("preprocess", "_maybe_dtoh_and_synchronize")
-    counted = {name: rows.inside("counts", getattr(made, name)) for name in of_counts}
-    with mock.patch.multiple(made, **counted):
+    with ExitStack() as context:
+        of_counts = (made._counts, "collect"), (made._counts, "copy_to_host"), (made, "_bound")
+        for owner, name in of_counts:
+            counted = rows.inside("counts", getattr(owner, name))
+            context.enter_context(mock.patch.object(owner, name, counted))
         with rows.row("enter"):
             columns, row_probs = made.dispatch_preprocess(*inputs)
         with rows.row("dispatch"):

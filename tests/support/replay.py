@@ -203,8 +203,8 @@ class Layer:
         if not dist.is_initialized():
             place = 0, groups_of(case.layout(0))
         source = make_source(case, data, place)
-        # `shared` holds tensors of a device.
-        exchanges = [replace(source.exchange, shared={}, **settings)]
+        # A copy has indices of its own, on this device.
+        exchanges = [replace(source.exchange, **settings)]
         if each.pipelined:
             assert isinstance(source.counts, TokenCounts), "rows are permuted tokens"
             exchanges = chunks_of(exchanges[0], source.counts, case.num_chunks)

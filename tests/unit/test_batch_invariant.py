@@ -64,12 +64,12 @@ def test_the_map_of_permute_is_kept_for_unpermute() -> None:
     tokens, inverse_map = torch.ones(3, 2), torch.zeros(2, 3, 1, dtype=torch.long)
     dispatcher = SimpleNamespace(
         config=SimpleNamespace(batch_invariant_mode=True, moe_permute_fusion=False),
-        micro_batch=MicroBatch(choice=None, num_permuted=3),
         routing_map=torch.ones(3, 1, dtype=torch.bool),
         drop_and_pad=False,
     )
+    batch = MicroBatch(choice=None, num_permuted=3)
     answer = (tokens, tokens[:, 0], torch.arange(3), inverse_map, None)
     with mock.patch.object(stock, "permute", return_value=answer) as permute:
-        MontaTokenDispatcher._enter(dispatcher, tokens, torch.ones(3, 1))
+        MontaTokenDispatcher._enter(dispatcher, batch, tokens, torch.ones(3, 1))
     assert permute.call_args.kwargs["return_batch_invariant_inverse_map"] is True
     assert dispatcher.batch_invariant_inverse_permutation_mapping is inverse_map

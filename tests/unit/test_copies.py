@@ -82,7 +82,7 @@ def test_padding_of_the_map_takes_memory_for_its_pairs_alone() -> None:
     on_node = routed.unflatten(1, (LAYOUT.num_nodes, -1))[:, LAYOUT.node]
     num_pairs += LAYOUT.num_nodes * int(on_node.sum())
     num_pairs += len(LAYOUT.nodes) * int(routed[:, first : first + num_local].sum())
-    (indices,) = layer.exchange.shared.values()
+    indices = layer.exchange.indices
     # Five numbers for each, at most, where lists would take 238.
     assert indices.memory is not None
     # Three stages and chunks, with one row start more than rows each.

@@ -126,7 +126,10 @@ def test_launch_order(monkeypatch: Any, capsys: Any) -> None:
         monkeypatch.delenv(NAMES[1])
         monkeypatch.setattr(launch_order, "versions", lambda found=(nccl, cuda): found)
         assert says in " ".join(finding.found for finding in examine().findings)
-        arguments.check_config(SimpleNamespace(num_moe_experts=8))
+        config = SimpleNamespace(num_moe_experts=8, moe_token_dispatcher_type="monta")
+        arguments.check_config(config)
+        assert NAMES[1] not in os.environ
+        arguments._checking_monta(lambda _: None)(config)
         assert os.environ.setdefault(NAMES[1], "not set") == ("1" if "sets" in says else "not set")
     out = capsys.readouterr().out
     assert out.count(f"monta: {NAMES[1]}=1 set") == 1

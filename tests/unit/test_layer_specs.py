@@ -6,18 +6,19 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import megatron.core
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from monta_megatron.integration.layer import with_monta
+from monta_megatron.integration.layer import monta_moe_layer, with_monta
 
 pytestmark = pytest.mark.old_end
 
@@ -129,3 +130,12 @@ def test_what_holds_no_moe_layer_is_shared() -> None:
     changed = with_monta(spec)
     assert changed.submodules.self_attention is spec.submodules.self_attention
     assert changed.submodules is not spec.submodules
+
+
+def test_a_named_tuple_in_a_spec_is_replaced() -> None:
+    class Pair(NamedTuple):
+        mlp: type
+        number: int
+
+    spec = ModuleSpec(module=object, params={"pair": Pair(MoELayer, 2)})
+    assert with_monta(spec).params["pair"] == Pair(monta_moe_layer(), 2)

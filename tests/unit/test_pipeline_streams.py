@@ -1,13 +1,15 @@
 """Streams, and the life of buffers, where experts compute between passes; see stream_recorder."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from stream_recorder import Recorder
+from stream_recorder import RecordedStream, Recorder
 from test_stream_safety import TOKEN_CASES, TWO_COLLECTIVES, Layer, order_of, scaled
 
 from monta_megatron.exchange.buffers import Memory
+from monta_megatron.exchange.streams import CudaStreams
 
 
 def recorded(chain_name: str, layout_name: str) -> tuple[Recorder, list[set[str]]]:
@@ -94,3 +96,19 @@ def test_memory_of_abandoned_passes_is_freed_behind_its_last_use() -> None:
     with layer.recorder, pytest.raises(ValueError, match="out of memory"):
         layer.run(fail)
     assert layer.recorder.findings == []
+
+
+def test_an_abandoned_pass_is_waited_for_after_a_failed_collective() -> None:
+    """On the caller's stream, although another one is current, as in a finalizer."""
+    recorder = Recorder()
+    caller, other = recorder.current, RecordedStream(recorder, "other")
+    current = []
+    failed, pending = mock.Mock(), mock.Mock()
+    failed.wait.side_effect = RuntimeError("NCCL error")
+    pending.wait.side_effect = lambda: current.append(torch.cuda.current_stream())
+    with recorder:
+        streams = CudaStreams(torch.device("cuda"))
+        torch.cuda.set_stream(other)
+        streams.abandon({0: [failed], 3: [pending]})
+        assert torch.cuda.current_stream() is other
+    assert current == [caller]

@@ -51,3 +51,15 @@ def test_in_a_training(
         build(reports)
     assert end.value.code == 2
     assert capsys.readouterr().err == (f"monta: error: {REASON}\n" if reports else "")
+
+
+def test_process_groups_by_position() -> None:
+    def construct(
+        self: Any, config: Any, submodules: Any, layer_number: int, pg_collection: Any = None
+    ) -> None:
+        """Takes them as Megatron's does."""
+
+    config, groups = SimpleNamespace(moe_token_dispatcher_type="monta"), SimpleNamespace()
+    with mock.patch.object(dispatcher, "MontaTokenDispatcher") as made:
+        build_with_monta(construct, mock.MagicMock(), config, None, 1, groups)
+    assert made.call_args.kwargs["pg_collection"] is groups

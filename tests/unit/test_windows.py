@@ -3,9 +3,11 @@
 There layers of two shapes are tuned one after the other too.
 """
 
+import gc
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -40,7 +42,8 @@ said: list[str] = []
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChooser]:
     """Choices of two shapes on one exchange."""
-    monkeypatch.setattr(auto, "_shared", {})
+    monkeypatch.setattr(auto, "_shared", WeakValueDictionary())
+    monkeypatch.setattr(auto, "_tuning", set())
     monkeypatch.setattr(auto, "is_open", lambda _: True)
     ranks = {"get_rank": lambda: 1, "get_group_rank": lambda *_: 1}
     ranks["get_process_group_ranks"] = lambda _: [0, 1]
@@ -52,14 +55,13 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChooser]:
         cluster=uncalibrated(LAYOUT, None),
     )
     group: Any = SimpleNamespace()
-    for name in ("first", "second"):
-        auto._shared[name,] = auto.AutoChooser(
-            Tuner(planner=planner, num_steps=TUNE_STEPS, report=said.append),
-            False,
-            {"shape": name},
-            group,
-        )
-    return auto.shared_choosers()
+    choosers = []
+    for number in range(2):
+        tuner = Tuner(planner=planner, num_steps=TUNE_STEPS, report=said.append)
+        chooser = auto.AutoChooser(tuner, False, {"shape": number}, group)
+        auto._shared[number] = chooser
+        choosers.append(chooser)
+    return choosers
 
 
 def train(step_of: torch.optim.Optimizer, *used: auto.AutoChooser) -> None:
@@ -73,15 +75,22 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 
 
-def test_a_model_that_was_dropped_holds_up_no_window(two: list[auto.AutoChooser]) -> None:
-    """Its layers may be there still, on some ranks: the other ranks open the window now."""
+@pytest.mark.parametrize("is_collected", [False, True])
+def test_a_dropped_model_holds_up_windows_for_a_step(
+    two: list[auto.AutoChooser], is_collected: bool
+) -> None:
+    """On every rank, whether it has collected the layers or not."""
     dropped, model = two
     step_of = optimizer()
     train(step_of, dropped)
-    for _ in range(2):
-        assert dropped.tuner.is_open
+    if is_collected:
+        two.clear()
+        del dropped
+        gc.collect()
+    for _ in range(3):
         train(step_of, model)
     assert model.tuner.window is not None and model.tuner.window.first == 2
+    assert auto._tuning == {model}
 
 
 class Event(NamedTuple):

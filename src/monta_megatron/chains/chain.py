@@ -151,8 +151,6 @@ class TokenCounts:
 Rows: TypeAlias = Literal["permuted tokens", "tokens"]
 # What a chain is bound to, by its `rows`.
 ChainCounts: TypeAlias = Counts | TokenCounts
-# See `order_of_issue`.
-Order: TypeAlias = Callable[[Sequence[int], int], list[tuple[int, int]]]
 
 
 def order_of_issue(offsets: Sequence[int], num_chunks: int) -> list[tuple[int, int]]:
@@ -186,7 +184,6 @@ class Chain:
         bind_stages: (layout, counts, num_chunks) -> the stages with their rows.
         incompatibility: why the chain cannot run on a layout, or None if it can.
         serial: the chain runs in one chunk.
-        order: of issue, of stages and chunks; benchmarks/ablation.py has another one.
     """
 
     name: str
@@ -195,7 +192,6 @@ class Chain:
     bind_stages: Callable[[Layout, ChainCounts, int], tuple[BoundStage, ...]]
     incompatibility: Callable[[Layout], str | None] = lambda layout: None
     serial: bool = False
-    order: Order = order_of_issue
 
     @property
     def copies_per(self) -> tuple[str, ...]:
@@ -279,9 +275,7 @@ class BoundChain:
         """Properties that its programs depend on; the same object for equal ones."""
         stages = tuple([stage.shape for stage in self.stages])
         layout = self.layout
-        return _chain_shape(
-            stages, self.num_chunks, layout.etp, layout.crossing_groups, self.chain.order
-        )
+        return _chain_shape(stages, self.num_chunks, layout.etp, layout.crossing_groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,14 +287,12 @@ class ChainShape:
         num_chunks: C.
         etp: expert tensor parallel size.
         crossing_groups: the groups that span nodes.
-        order: of issue.
     """
 
     stages: tuple[StageShape, ...]
     num_chunks: int
     etp: int
     crossing_groups: frozenset[GroupName]
-    order: Order
 
 
 # Programs are cached by the shape of a chain, whose hash is that of its identity: equal shapes are

@@ -43,7 +43,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from monta_megatron.chains.chain import BoundChain, ChainShape
+from monta_megatron.chains.chain import BoundChain, ChainShape, order_of_issue
 from monta_megatron.chains.program import (
     COLLECTIVES,
     BoundProgram,
@@ -139,7 +139,8 @@ def _structure(shape: ChainShape, pass_: Pass, row: RowFormat, policy: Policy) -
     for operation in body:
         by_position[operation.position].append(operation.series)
     in_pass = by_position[::-1] if pass_.transpose else by_position
-    issued = [(series, i) for at, i in shape.order(offsets, num_chunks) for series in in_pass[at]]
+    order = order_of_issue(offsets, num_chunks)
+    issued = [(series, i) for at, i in order for series in in_pass[at]]
 
     # Step 4: numbers of operations and of buffers, by series and iteration.
     numbers = [[-1] * num_chunks for _ in body]

@@ -61,19 +61,6 @@ def install() -> None:
     atexit.register(_destroy_process_groups)
 
 
-def install_for_device() -> None:
-    """Put them there for processes that share one GPU, without NCCL: messages go through the host.
-
-    Before Megatron is imported, which keeps some of torch's functions.
-    """
-    install()
-    dist.reduce_scatter_tensor = reduce_scatter_tensor  # type: ignore[assignment]
-
-
-def _is_on_device(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda
-
-
 def _destroy_process_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -214,32 +201,10 @@ def _exchange(
 ) -> PendingWork:
     """Send tensors to peers, and receive one from each; all ranks know which of them are empty.
 
-    Tensors on a device go through the host, which waits for what the caller's stream was given when
-    this starts and, in `wait`, for the copy of the result; so no order of streams is put to the
-    test.
-
     Args:
         outputs: n tensors, for what the rank at each position sends here.
         messages: tensors, and the positions of those that each is for.
     """
-    if not any(map(_is_on_device, outputs)):
-        return _exchange_on_host(outputs, messages, group)
-    received = [torch.empty(part.shape, dtype=part.dtype) for part in outputs]
-
-    def copy_back() -> None:
-        for peer in _peers(group):
-            outputs[peer].copy_(received[peer])
-
-    sent = [(tensor.to("cpu", copy=True), peers) for tensor, peers in messages]
-    return PendingWork([_exchange_on_host(received, sent, group)], copy_back)
-
-
-def _exchange_on_host(
-    outputs: Sequence[torch.Tensor],
-    messages: Sequence[tuple[torch.Tensor, Sequence[int]]],
-    group: dist.ProcessGroup,
-) -> PendingWork:
-    """The same of tensors on the host."""
     # Receives first, then sends. 2 x 2 ranks, nodes joined at 500 Mbit/s, 4 and 16 MB: 94 and 89%
     # of the link; Gloo's own posts each send first, so that a peer's "ready to receive" waits
     # with megabytes of data in front, and the link idles in one direction: 62 and 81%.
@@ -341,18 +306,6 @@ def reduce_scatter(
         output.copy_(total)
 
     return _returned(PendingWork([work], add), async_op)
-
-
-def reduce_scatter_tensor(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: Any = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> dist.Work | PendingWork | None:
-    """`torch.distributed.reduce_scatter_tensor`."""
-    parts = input.view(_given(group).size(), *output.shape).unbind()
-    return reduce_scatter(output, list(parts), op, group, async_op)
 
 
 def _returned(pending: PendingWork, async_op: bool) -> PendingWork | None:

@@ -342,7 +342,8 @@ class Buffers:
             self.bound.program, width, rows_NH.dtype, self.sum_dtype, prob_dtype, device
         )
         self.formats = layout.formats
-        self.indices = exchange.indices(device)
+        self.indices = exchange.indices
+        self.indices.allocate(device)
         self.part_bounds: dict[int, PartBounds] = {}
         given = {INPUT: columns}
         self._output = self.bound.program.output

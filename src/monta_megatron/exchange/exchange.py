@@ -1,7 +1,8 @@
 """One micro-batch's exchange: state shared by its four passes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,35 +17,38 @@ from monta_megatron.exchange.rows import Copies
 class Indices:
     """Copies and row indices of all stages, in one allocation.
 
-    It is made on the stream that calls the first pass, and is split into views per chunk lazily,
-    mostly while the first collective is in flight. Copies are written by the find operations of
-    dispatch, row indices by `of_rows` at its first call for a stage.
+    It is allocated on the stream that calls the first pass, and is split into views per chunk
+    lazily, mostly while the first collective is in flight. Copies are written by the find
+    operations of dispatch, row indices by `of_rows` at its first call for a stage.
 
     Attributes:
-        memory: [any number] int64; None if no stage needs any.
+        memory: [any number] int64; None before the first pass, or if no stage needs any.
     """
 
-    def __init__(self, bound: BoundChain, device: torch.device) -> None:
+    def __init__(self, bound: BoundChain) -> None:
         self._bound = bound
         # Integers of each stage, by its position.
-        sizes: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
         for position, stage in enumerate(bound.stages):
             before, after = bound.rows_at[position : position + 2]
             if stage.parts is not None:
                 of_one = Copies.sizes(int(sum(before)), int(sum(after)), stage.parts)
                 # Each chunk's `row_starts` has one entry more than rows.
-                sizes[position] = sum(of_one) + bound.num_chunks - 1
+                self._sizes[position] = sum(of_one) + bound.num_chunks - 1
             elif stage.segments is not None and not stage.segments.is_slice:
-                sizes[position] = int(sum(before))
+                self._sizes[position] = int(sum(before))
         self._copies: dict[tuple[int, int], Copies] = {}
         # Integers handed out to the chunks of each stage so far, by its position.
         self._ends: dict[int, int] = {}
         self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
         self.memory: torch.Tensor | None = None
-        if sizes:
-            self.memory = torch.empty(sum(sizes.values()), dtype=torch.int64, device=device)
-            pieces = self.memory.split_with_sizes(list(sizes.values()))
-            self._pieces = dict(zip(sizes, pieces, strict=True))
+
+    def allocate(self, device: torch.device) -> None:
+        """Allocate the memory, if an earlier pass has not."""
+        if self.memory is None and self._sizes:
+            sizes = list(self._sizes.values())
+            self.memory = torch.empty(sum(sizes), dtype=torch.int64, device=device)
+            self._pieces = dict(zip(self._sizes, self.memory.split_with_sizes(sizes), strict=True))
 
     def copies(self, position: int, chunk: int) -> Copies:
         """Copies of a chunk by the `Duplicate` at `position`; written in dispatch."""
@@ -102,7 +106,6 @@ class Exchange:
         monitor: counts bytes and forwards events to its recorder, if any.
         max_experts_per_token: W, the most experts of any token; 0 where rows are permuted tokens.
         fused: use Triton kernels; see `exchange.kernels`.
-        shared: indices by device, created by the first pass.
     """
 
     bound_chain: BoundChain
@@ -111,10 +114,8 @@ class Exchange:
     monitor: Monitor
     max_experts_per_token: int = 0
     fused: bool = False
-    shared: dict[torch.device, Indices] = field(default_factory=dict)
 
-    def indices(self, device: torch.device) -> Indices:
-        """Row indices and copies on a device."""
-        if device not in self.shared:
-            self.shared[device] = Indices(self.bound_chain, device)
-        return self.shared[device]
+    @cached_property
+    def indices(self) -> Indices:
+        """Row indices and copies; the first pass allocates them."""
+        return Indices(self.bound_chain)

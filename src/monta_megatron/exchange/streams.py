@@ -136,11 +136,12 @@ class CudaStreams(Streams):
             self._caller.wait_stream(stream)
 
     def abandon(self, works: Mapping[int, list[torch.distributed.Work]]) -> None:
-        self.leave()
-        # Waiting for a collective that failed raises, and it uses no memory any more.
-        with suppress(RuntimeError):
+        # A work makes the current stream wait, which may be any: a finalizer calls this.
+        with torch.cuda.stream(self._caller):
             for work in chain.from_iterable(works.values()):
-                work.wait()
+                # Waiting for a collective that failed raises, and it uses no memory any more.
+                with suppress(RuntimeError):
+                    work.wait()
         self.join()
 
     def enter(self, stream: int) -> None:

@@ -122,8 +122,6 @@ def check_config(config: Any) -> None:
         config,
         Layout(ep=ep_size, etp=etp_size, num_local_experts=1, rank=0, nodes=one_node),
     )
-    # Megatron checks its arguments before it makes a process group.
-    set_launch_order()
 
 
 def _with_subclasses(base: type) -> list[Any]:
@@ -155,6 +153,7 @@ def _checking_monta(original: Callable[[Any], None]) -> Callable[[Any], None]:
             original(self)
             return
         check_config(self)
+        set_launch_order()
         with seen_as_alltoall(self):
             original(self)
 
@@ -177,6 +176,9 @@ def patch_arguments(arguments: Any) -> None:
         except ValueError as error:
             report(f"monta: error: {error}")
             raise SystemExit(2) from None
+        if is_monta(args):
+            # Megatron makes its process groups later.
+            set_launch_order()
         return original(args, *more, **kwargs)
 
     arguments.validate_args = validate_args

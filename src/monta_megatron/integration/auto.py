@@ -14,8 +14,8 @@ The tags of step n carry the times of step n - 2. Apart from the tags, ranks exc
 construction only. So an expert group that has no micro-batch, or only evaluates, blocks no other.
 """
 
-import gc
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -129,6 +129,7 @@ class AutoChooser(Chooser):
         self._segments[self.tuner.step] = self._clock.take()
         self._segments.pop(self.tuner.timed_step, None)
         self.tuner.next_step(self._others_tune)
+        self._keep_while_tuning()
         self._report_result()
         self._set_step_tag()
 
@@ -143,6 +144,7 @@ class AutoChooser(Chooser):
                     self.tuner.open_window(counts.max_tokens)
                     self._set_step_tag()
             self.tuner.add_exchange(counts.max_tokens)
+            self._keep_while_tuning()
         return self.step_choice or self.tuner.pick(counts.max_tokens)
 
     def _ends_step(self, optimizer: Any) -> bool:
@@ -183,18 +185,19 @@ class AutoChooser(Chooser):
             print_once(result_line(self._ranks, self.tuner.result, self._busiest))
 
     @property
-    def _others_tune(self) -> bool:
-        """Whether other layers of this expert group have an open window.
+    def tunes(self) -> bool:
+        """Whether a window is open, and layers have run in this step or the one before."""
+        tuner = self.tuner
+        return tuner.is_open and any(tuner.workload(tuner.step - ago) for ago in (0, 1))
 
-        They must have run in this step or the one before, since the layers of a dropped model may
-        still exist on some ranks.
-        """
-        others = (each.tuner for each in shared_choosers() if each.group is self.group)
-        return any(
-            tuner.is_open and any(tuner.workload(tuner.step - ago) for ago in (0, 1))
-            for tuner in others
-            if tuner is not self.tuner
-        )
+    def _keep_while_tuning(self) -> None:
+        (_tuning.add if self.tunes else _tuning.discard)(self)
+
+    @property
+    def _others_tune(self) -> bool:
+        """Whether other layers of this expert group have an open window; see `tunes`."""
+        others = (each for each in _shared.values() if each.group is self.group)
+        return any(each.tunes for each in others if each is not self)
 
 
 def result_line(ranks: Sequence[int], result: str, busiest: float | None) -> str:
@@ -209,33 +212,37 @@ def result_line(ranks: Sequence[int], result: str, busiest: float | None) -> str
     return f"auto, ranks {', '.join(map(str, ranks))}: {result}{load}"
 
 
-# One for all layers of a shape in an expert group; freed with the last of them.
-_shared: WeakValueDictionary[tuple[Any, ...], AutoChooser] = WeakValueDictionary()
-
-
-def shared_choosers() -> list[AutoChooser]:
-    """Every `AutoChooser` that layers of this process share."""
-    return list(_shared.values())
+# By number, in the order of construction. One is freed with the last of its layers, at another time
+# on each rank, so no choice may follow from whether it is still there.
+_shared: WeakValueDictionary[int, AutoChooser] = WeakValueDictionary()
+_numbers = count()
+# Kept on every rank for as long as they hold up the windows of others, also without layers.
+_tuning: set[AutoChooser] = set()
 
 
 def shared_chooser(group: dist.ProcessGroup, agreed_config: dict[str, Any]) -> AutoChooser | None:
-    """The `AutoChooser` of the layers with this configuration on a group, if there is one."""
-    tuners = [each.tuner for each in shared_choosers() if each.group is group]
-    if any(tuner.step or tuner.window for tuner in tuners):
-        # It may belong to a dropped model in a reference cycle that has not been collected.
-        gc.collect()
-    return _shared.get((group, hash_of(agreed_config)))
+    """The latest `AutoChooser` of the layers with this configuration on a group.
+
+    One that has ended a step or opened a window belongs to a model before, and is not returned.
+    """
+    for chooser in reversed(list(_shared.values())):
+        is_new = chooser.tuner.step == 0 and chooser.tuner.window is None
+        if is_new and (chooser.group, chooser.agreed_config) == (group, agreed_config):
+            return chooser
+    return None
 
 
 def share_chooser(chooser: AutoChooser) -> AutoChooser:
-    """Let layers share an `AutoChooser`, in place of an earlier one."""
+    """Let layers share an `AutoChooser`."""
     call_at_steps(_enter_step)
-    _shared[chooser.group, hash_of(chooser.agreed_config)] = chooser
+    _shared[next(_numbers)] = chooser
     return chooser
 
 
 def _enter_step(optimizer: Any) -> None:
-    for chooser in shared_choosers():
+    for chooser in list(_shared.values()):
         # Layers from before a restart within this process may still exist with closed groups.
         if is_open(chooser.group):
             chooser.enter_step(optimizer)
+        else:
+            _tuning.discard(chooser)

@@ -1,11 +1,14 @@
 """Counts of a micro-batch: received from all ranks, or known where experts get a fixed capacity.
 
-Both sources work in three steps: `collect` on the device (CUDA graphs may capture it),
-`copy_to_host` where Megatron copies its own metadata, and `read` where the host needs the counts.
+An exchange of counts takes three steps: `collect` on the device (CUDA graphs may capture it),
+`copy_to_host` where Megatron copies its own metadata, and the function that it returns where the
+host needs the counts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,8 +19,12 @@ from megatron.core.transformer.moe.moe_utils import get_capacity, maybe_move_ten
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains import Counts
+from monta_megatron.core import Layout
 from monta_megatron.exchange.count_messages import CountMessages, MicroBatchCounts
 from monta_megatron.exchange.errors import naming_failure
+
+# Waits for the counts of a micro-batch, and reads them.
+ReadCounts: TypeAlias = Callable[[], MicroBatchCounts]
 
 
 @dataclass(kw_only=True)
@@ -25,15 +32,12 @@ class CountsFromRanks:
     """Counts received from all ranks of the group, from which all splits follow."""
 
     count_messages: CountMessages
-    topk: int
     group: dist.ProcessGroup
     chain_name: str
-    _copy: torch.Tensor | None = None
-    _copied: torch.cuda.Event | None = None
 
     def collect(
         self, routing_map_TE: torch.Tensor, tag: int = 0, received_rows: int = 0
-    ) -> tuple[torch.Tensor, int]:
+    ) -> torch.Tensor:
         """Send the counts to all ranks and receive theirs, with no sync.
 
         Args:
@@ -41,73 +45,60 @@ class CountsFromRanks:
             tag, received_rows: see `CountMessages.count`.
 
         Returns:
-            The counts [J] int32 on the map's device, and the number of permuted tokens in a map
-            with top-k experts of each token.
+            The counts [J] int32 on the map's device.
         """
         messages, sent = self.count_messages.count(routing_map_TE, tag, received_rows)
         received = torch.empty_like(messages)
         with naming_failure(self._name, self.group):
             dist.all_to_all_single(received, messages, group=self.group)
-        return self.count_messages.join(received, sent), len(routing_map_TE) * self.topk
+        return self.count_messages.join(received, sent)
 
-    def copy_to_host(self, counts_J: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
+    def copy_to_host(self, counts_J: torch.Tensor, side_stream: torch.cuda.Stream) -> ReadCounts:
         """Start to copy the result of `collect` to the host; no other tensor is copied."""
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):
-            self._copy = maybe_move_tensor_to_cpu(counts_J, record_stream=True)
-        self._copied = side_stream.record_event()
+            copy = maybe_move_tensor_to_cpu(counts_J, record_stream=True)
+        copied = side_stream.record_event()
 
-    def read(self) -> MicroBatchCounts:
-        """Wait for the copy, and read the counts."""
-        assert self._copy is not None and self._copied is not None, "not on its way to the host"
-        with naming_failure(self._name, self.group):
-            self._copied.synchronize()
-        return self.count_messages.read(self._copy.numpy())
+        def read() -> MicroBatchCounts:
+            with naming_failure(self._name, self.group):
+                copied.synchronize()
+            return self.count_messages.read(copy.numpy())
+
+        return read
 
     @cached_property
     def _name(self) -> str:
         return f"exchange of counts: chain {self.chain_name}"
 
 
-@dataclass(kw_only=True)
-class CountsFromCapacity:
-    """Counts of experts that get `capacity` rows from every rank; only the layout is needed."""
+def capacity_of(routing_map_TE: torch.Tensor, config: TransformerConfig) -> int:
+    """Rows that every expert gets from this rank where they are padded to capacity."""
+    num_tokens, num_experts = routing_map_TE.shape
+    capacity: int = get_capacity(
+        num_tokens=num_tokens * config.moe_router_topk,
+        num_experts=num_experts,
+        capacity_factor=config.moe_expert_capacity_factor,
+    )
+    return capacity
 
-    count_messages: CountMessages
-    config: TransformerConfig
-    capacity: int = 0
 
-    def collect(
-        self, routing_map_TE: torch.Tensor, tag: int, received_rows: int
-    ) -> tuple[None, int]:
-        """Find the capacity; returns no counts, and the number of permuted tokens."""
-        num_tokens, num_experts = routing_map_TE.shape
-        self.capacity = get_capacity(
-            num_tokens=num_tokens * self.config.moe_router_topk,
-            num_experts=num_experts,
-            capacity_factor=self.config.moe_expert_capacity_factor,
-        )
-        return None, self.capacity * num_experts
-
-    def copy_to_host(self, counts_J: torch.Tensor | None, side_stream: torch.cuda.Stream) -> None:
-        """Do nothing: the capacity is on the host."""
-
-    def read(self) -> MicroBatchCounts:
-        """The same counts for every pair of ranks."""
-        layout, config = self.count_messages.layout, self.config
-        received = np.full((layout.etp, layout.ep, layout.num_local_experts), self.capacity)
-        # All ranks know the capacity, but no rank knows the others' numbers of tokens.
-        per_token = config.moe_router_topk * config.moe_expert_capacity_factor
-        return MicroBatchCounts(
-            count_permuted_tokens=lambda: Counts(sent=received[0], received=received),
-            tokens=None,
-            num_tokens=np.full(
-                len(layout.nodes), int(self.capacity * layout.num_experts / per_token)
-            ),
-            max_experts_per_token=0,
-            received_rows=np.empty(0, dtype=np.int64),
-            tags=np.empty(0, dtype=np.int64),
-        )
+def counts_of_capacity(
+    capacity: int, layout: Layout, config: TransformerConfig
+) -> MicroBatchCounts:
+    """Counts of experts that get `capacity` rows from every rank."""
+    received = np.full((layout.etp, layout.ep, layout.num_local_experts), capacity)
+    # All ranks know the capacity, but no rank knows the others' numbers of tokens.
+    per_token = config.moe_router_topk * config.moe_expert_capacity_factor
+    num_tokens = int(capacity * layout.num_experts / per_token)
+    return MicroBatchCounts(
+        count_permuted_tokens=lambda: Counts(sent=received[0], received=received),
+        tokens=None,
+        num_tokens=np.full(len(layout.nodes), num_tokens),
+        max_experts_per_token=0,
+        received_rows=np.empty(0, dtype=np.int64),
+        tags=np.empty(0, dtype=np.int64),
+    )
 
 
 def padded(routing_map_TE: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
@@ -125,8 +116,8 @@ def replaces_preprocess() -> bool:
 
     verl does (since its pull request 4986; utils/megatron/router_replay_patch.py), and others after
     it: a replayed token may name an expert twice, so a map holds fewer than top-k experts of it,
-    and the rows that stock permutes have to be counted. Our own `preprocess` hides the replacement,
-    which keeps stock's name but not the file in which it was written.
+    and the rows that stock permutes have to be counted. A replacement keeps stock's name, but not
+    the file in which it was written.
     """
     current = getattr(stock.MoEAlltoAllTokenDispatcher.preprocess, "__code__", None)
     original = stock.MoETokenDispatcher.__init__.__code__

@@ -8,9 +8,8 @@
     token_combine          A2A(EP)                    the chain's transpose
     combine_postprocess    unpermute                  unpermute, or nothing
 
-As stock does, dispatch_preprocess and token_dispatch each call `_maybe_dtoh_and_synchronize`. In
-one of the two (`sync_point_of`) the host waits for the counts, and `_bind` chooses the chain and
-binds it to them.
+As in stock, the host waits for the counts once, in dispatch_preprocess or in token_dispatch (see
+`MicroBatch.waits_to_enter`). Then `_bound` chooses the chain and binds it to them.
 
 Chains of permuted tokens leave permuting and its sums to Megatron, bit for bit; chains of tokens
 copy and sum tokens themselves, in fp32. With moe_monta_overlap_experts, chain, experts and
@@ -19,7 +18,8 @@ transpose may run as one pipeline between token_dispatch and token_combine, whic
 """
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,13 +31,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from monta_megatron.chains import CHAINS, ChainCounts
 from monta_megatron.chains.chain import Rows
 from monta_megatron.core import Choice
-from monta_megatron.exchange.count_messages import MicroBatchCounts
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import Experts, blocks_of_chunks, run_pipeline
 from monta_megatron.exchange.rows import expert_ids_of
-from monta_megatron.integration.count_sources import demands_order, padded, replaces_preprocess
+from monta_megatron.integration.count_sources import (
+    ReadCounts,
+    capacity_of,
+    counts_of_capacity,
+    demands_order,
+    padded,
+    replaces_preprocess,
+)
 from monta_megatron.integration.layer_setup import set_up_layer
 from monta_megatron.integration.supported_settings import check_supported
 
@@ -46,45 +52,49 @@ from monta_megatron.integration.supported_settings import check_supported
 SHARED_EXPERTS_WAIT = hasattr(SharedExpertMLP, "wait_current_stream")
 
 
-def sync_point_of(rows: Rows | None, has_topk: bool, has_capacity: bool, captures: bool) -> str:
-    """Point at which the host waits for the counts of a micro-batch, by Megatron's name.
-
-        chain's rows     experts of a token   before_         rows to permute
-        not yet chosen   any                  permutation_1   as below, once chosen
-        tokens           any                  ep_alltoall     none
-        permuted tokens  top-k                ep_alltoall     T * top-k, cut by `_as_counted`
-        permuted tokens  padded to capacity   ep_alltoall     E * capacity
-        permuted tokens  any other number     permutation_1   as counted
-
-    CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k rows,
-    or E * capacity, before there is a choice.
-    """
-    has_size = rows == "tokens" or (rows is not None and (has_topk or has_capacity))
-    return "before_ep_alltoall" if captures or has_size else "before_permutation_1"
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """State of one micro-batch, from dispatch_preprocess until it has left the layer.
 
     Attributes:
-        choice: of this micro-batch: the step's, or None until `_bind` has made it.
-        has_topk: every token should have top-k experts, so shapes are known before the counts.
-        num_permuted: rows to permute if the counts have not arrived.
-        exchanges: the chain, bound by `_bind`; one per chunk with the experts in the pipeline.
+        choice: of this micro-batch: the step's; if None, known once it is bound.
+        has_topk: every token should have top-k experts.
+        num_permuted: rows to permute, if known before the counts; see `waits_to_enter`.
+        read_counts: waits for its counts; None before they are on their way, and once it is bound.
+        exchanges: the chain, bound to the counts; one per chunk with the experts in the pipeline.
+            Empty until it is bound.
         ids_TW: ids of each token's experts, for `compute`.
     """
 
     choice: Choice | None
     has_topk: bool = False
-    num_permuted: int = 0
-    exchanges: list[Exchange] = field(default_factory=list)
+    num_permuted: int | None = None
+    read_counts: ReadCounts | None = None
+    exchanges: tuple[Exchange, ...] = ()
     ids_TW: torch.Tensor | None = None
 
     @property
     def rows(self) -> Rows | None:
         """Rows of the chain; None while none is chosen."""
         return None if self.choice is None else CHAINS[self.choice.chain].rows
+
+    @property
+    def waits_to_enter(self) -> bool:
+        """Whether its counts have to be here before its rows enter the chain.
+
+            chain's rows     experts of a token   waits   rows to permute
+            not yet chosen   any                  yes     as below, once chosen
+            tokens           any                  no      none
+            permuted tokens  top-k                no      T * top-k, cut by `_as_counted`
+            permuted tokens  padded to capacity   no      E * capacity
+            permuted tokens  any other number     yes     as counted
+
+        CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k
+        rows, or E * capacity, before there is a choice.
+        """
+        if self.rows == "tokens" or self.read_counts is None:
+            return False
+        return self.rows is None or self.num_permuted is None
 
 
 class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
@@ -164,24 +174,21 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         # Kernels need contiguous rows.
         self.probs = probs_TE = probs.contiguous()
         self.groups = self.setup.open_groups(self.groups)
-        self.micro_batch = self._new_micro_batch()
         self.routing_map = padded(routing_map.contiguous(), self.config)
-        self.preprocess(self.routing_map)
+        captures = self.setup.captures
+        if not self.drop_and_pad:
+            # A graph would replay the number of its capture.
+            num_received = 0 if captures else self._num_received
+            tag = self.chooser.tag
+            self.joined_counts = self._counts.collect(self.routing_map, tag, num_received)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        self._maybe_dtoh_and_synchronize("before_permutation_1")
+        batch = self._new_micro_batch(None if captures else self._copy_counts())
+        if batch.waits_to_enter:
+            batch = self._bound(batch)
+        self.micro_batch = batch
         # [seq / TP, batch, H] -> [T, H]
-        return self._enter(hidden_states.view(-1, self.hidden_shape[-1]), probs_TE)
-
-    def preprocess(self, routing_map: torch.Tensor) -> None:
-        """Start the count exchange of a map [T, E], and set where the host waits for it."""
-        batch, captures = self.micro_batch, self.setup.captures
-        self.joined_counts, batch.num_permuted = self._counts.collect(
-            routing_map, self.chooser.tag, 0 if captures else self._num_received
-        )
-        self.cuda_sync_point = sync_point_of(
-            batch.rows, batch.has_topk, self.drop_and_pad, captures
-        )
+        return self._enter(batch, hidden_states.view(-1, self.hidden_shape[-1]), probs_TE)
 
     def token_dispatch(
         self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
@@ -193,20 +200,23 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """
         if self.shared_experts is not None and SHARED_EXPERTS_WAIT:
             self.shared_experts.wait_current_stream()
-        if self.setup.captures:
-            # A graph has replayed the preprocessing without running its Python.
-            self.micro_batch = self._new_micro_batch()
         batch, lists = self.micro_batch, None
+        if self.setup.captures:
+            # A graph has replayed dispatch_preprocess without running its Python.
+            batch = self._new_micro_batch(self._copy_counts())
         if batch.has_topk and batch.rows == "tokens":
             # Launched while the counts are on their way. A recomputation may know its choice
             # earlier than its forward pass did, but makes the same lists.
             topk = self.config.moe_router_topk
             lists = self._list_experts(permuted_probs, topk)
-        # From here on batch.choice and batch.exchanges are set.
-        self._maybe_dtoh_and_synchronize("before_ep_alltoall")
-        rows_NH, probs, ids_TW = self._columns(permutated_local_input_tokens, permuted_probs, lists)
+        if not batch.exchanges:
+            batch = self._bound(batch)
+        rows_NH, probs, ids_TW = self._columns(
+            batch, permutated_local_input_tokens, permuted_probs, lists
+        )
+        self.micro_batch = batch
         if self.computes:
-            batch.ids_TW = ids_TW
+            self.micro_batch = replace(batch, ids_TW=ids_TW)
         else:
             rows_NH, probs = dispatch(batch.exchanges[0], rows_NH, probs, ids_TW)
         if self.shared_experts is not None:
@@ -247,7 +257,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         batch, rows_NH = self.micro_batch, hidden_states
         if not self.computes:
             rows_NH = combine(batch.exchanges[0], rows_NH)
-        # For the next counts; in `_bind` it would delay the first collective.
+        # For the next counts; in `_bound` it would delay the first collective.
         self._num_received = int(sum(each.bound_chain.num_expert_rows for each in batch.exchanges))
         # Autograd holds the exchanges until the backward passes have run.
         self.micro_batch = MicroBatch(choice=batch.choice)
@@ -270,10 +280,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return output
 
     def _enter(
-        self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor
+        self, batch: MicroBatch, tokens_TH: torch.Tensor, probs_TE: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enter the chain: [T, H], [T, E] -> [N, H], [N] in expert order; or the same tensors."""
-        batch = self.micro_batch
         if batch.rows == "tokens":
             if self.config.overlap_moe_expert_parallel_comm:
                 # The 1F1B schedule frees the inputs of token_dispatch, but autograd saved these.
@@ -281,8 +290,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             return tokens_TH, probs_TE
         self.hidden_shape_before_permute = tokens_TH.shape
         num_rows, by_map = batch.num_permuted, demands_order(self.config)
-        # With top-k experts the shape must not depend on whether the counts have arrived.
-        if batch.exchanges and not batch.has_topk:
+        if num_rows is None:
             num_rows = int(batch.exchanges[0].bound_chain.num_source_rows)
         rows_NH, probs_N, permutation, *more = stock.permute(
             tokens_TH,
@@ -300,6 +308,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def _columns(
         self,
+        batch: MicroBatch,
         rows_NH: torch.Tensor,
         probs: torch.Tensor,
         lists: tuple[torch.Tensor, torch.Tensor] | None,
@@ -308,9 +317,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
         [N, H], [N] -> [N, H], [N], no ids; or [T, H], [T, E] -> [T, H], [T, W], ids [T, W].
         """
-        batch = self.micro_batch
         if batch.rows == "permuted tokens":
-            return *self._as_counted(rows_NH, probs), None
+            num_rows = int(batch.exchanges[0].bound_chain.num_source_rows)
+            return *self._as_counted(rows_NH, probs, num_rows), None
         width = batch.exchanges[0].max_experts_per_token
         if lists is None or lists[1].shape[1] != width:
             lists = self._list_experts(probs, width)
@@ -322,14 +331,13 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return expert_ids_of(self.routing_map, probs_TE, width, self.setup.is_fused)
 
     def _as_counted(
-        self, rows_NH: torch.Tensor, probs_N: torch.Tensor
+        self, rows_NH: torch.Tensor, probs_N: torch.Tensor, num_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cut T * top-k permuted rows to the rows of the map, which `permute` puts first.
+        """Cut T * top-k permuted rows to those of the map, which `permute` puts first.
 
         Raises:
             ValueError: the map holds more.
         """
-        num_rows = int(self.micro_batch.exchanges[0].bound_chain.num_source_rows)
         if rows_NH.shape[0] == num_rows:
             return rows_NH, probs_N
         if rows_NH.shape[0] < num_rows:
@@ -345,28 +353,40 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.reversed_local_input_permutation_mapping = mapping[:num_rows]
         return rows_NH[:num_rows], probs_N[:num_rows]
 
-    def _new_micro_batch(self) -> MicroBatch:
-        config = self.config
+    def _copy_counts(self) -> ReadCounts:
+        """Start to copy the counts to the host; returns a function that waits for them."""
+        if self.drop_and_pad:
+            capacity = capacity_of(self.routing_map, self.config)
+            return partial(counts_of_capacity, capacity, self.setup.layout, self.config)
+        assert self.joined_counts is not None, "collected"
+        return self._counts.copy_to_host(self.joined_counts, self.cuda_dtoh_stream)
+
+    def _new_micro_batch(self, read_counts: ReadCounts | None) -> MicroBatch:
+        config, num_permuted = self.config, None
         has_topk = config.moe_expert_capacity_factor is None and not replaces_preprocess()
+        has_topk = has_topk and not config.moe_router_padding_for_quantization
+        if self.drop_and_pad:
+            num_permuted = capacity_of(self.routing_map, config) * self.routing_map.shape[1]
+        elif has_topk or self.setup.captures:
+            num_permuted = len(self.routing_map) * config.moe_router_topk
         return MicroBatch(
             choice=self.chooser.step_choice,
-            has_topk=has_topk and not config.moe_router_padding_for_quantization,
+            has_topk=has_topk,
+            num_permuted=num_permuted,
+            read_counts=read_counts,
         )
 
-    def _maybe_dtoh_and_synchronize(self, point: str) -> None:
-        """Copy the counts at `cuda_dtoh_point`; wait and bind the chain at `cuda_sync_point`."""
-        if point == self.cuda_dtoh_point:
-            self._counts.copy_to_host(self.joined_counts, self.cuda_dtoh_stream)
-        if point == self.cuda_sync_point:
-            self._bind(self._counts.read())
+    def _bound(self, batch: MicroBatch) -> MicroBatch:
+        """Wait for the counts of a micro-batch, and return it with its choice and exchanges.
 
-    def _bind(self, counts: MicroBatchCounts) -> None:
-        """Set choice and exchanges of the micro-batch; checks a choice before its first use."""
-        batch, layer = self.micro_batch, None if self.moe_layer is None else self.moe_layer()
+        A choice is checked before its first use.
+        """
+        assert batch.read_counts is not None, "not on their way to the host"
+        counts, layer = batch.read_counts(), None if self.moe_layer is None else self.moe_layer()
         is_training = torch.is_grad_enabled() if layer is None else layer.training
         choice = self.chooser.choose(counts, is_training, self.probs.device)
         assert batch.choice in (None, choice), f"entered for {batch.choice}, chosen: {choice}"
-        batch.choice, self.received_rows = choice, counts.received_rows.copy()
+        self.received_rows = counts.received_rows.copy()
         if choice not in self._checked:
             self._check(choice)
         chain, num_chunks, width = CHAINS[choice.chain], choice.num_chunks, 0
@@ -383,7 +403,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 blocks = blocks_of_chunks(counts.tokens.tokens.shape[1], num_chunks)
                 counts_by_exchange = [counts.tokens.of_blocks(*each) for each in blocks]
                 num_chunks = 1
-        batch.exchanges = [
+        exchanges = tuple(
             Exchange(
                 bound_chain=chain.bind(self.setup.layout, each, num_chunks),
                 groups=self.groups,
@@ -393,7 +413,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 fused=self.setup.is_fused,
             )
             for each in counts_by_exchange
-        ]
+        )
+        return replace(batch, choice=choice, read_counts=None, exchanges=exchanges)
 
     def _check(self, choice: Choice) -> None:
         """Run the round trip with known answer, before a choice first carries rows."""

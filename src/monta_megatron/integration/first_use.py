@@ -168,9 +168,9 @@ class FirstUse:
         )
         routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = 1
         source = CountsFromRanks(
-            count_messages=count_messages, topk=self.topk, group=self.group, chain_name=chain.name
+            count_messages=count_messages, group=self.group, chain_name=chain.name
         )
-        counts_J, _ = source.collect(routing_map_TE.bool().to(self.device))
+        counts_J = source.collect(routing_map_TE.bool().to(self.device))
         counts = count_messages.read(counts_J.cpu().numpy())
         permuted, is_token = counts.permuted_tokens, chain.rows == "tokens"
         row_counts = counts.tokens if is_token else permuted

@@ -6,6 +6,7 @@ Megatron is imported in functions, not at the top: its import calls `patch_moe_l
 import copy
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -60,9 +61,11 @@ def build_with_monta(
                 "the layer spec, since Megatron's schedule would free what the experts have saved; "
                 "set moe_token_dispatcher_type to 'monta' instead"
             )
-        # `check_config` has not run, which does this before Megatron makes its groups.
+        # Elsewhere this is done where the configuration is checked.
         set_launch_order()
-    groups = kwargs["pg_collection"] = kwargs.get("pg_collection") or get_default_pg_collection()
+    named = inspect.signature(construct).bind_partial(layer, config, *args, **kwargs).arguments
+    given = kwargs.get("pg_collection", named.get("pg_collection"))
+    groups = given or get_default_pg_collection()
     with seen_as_alltoall(config):
         construct(layer, config, *args, **kwargs)
     try:
@@ -139,7 +142,8 @@ def _with_monta(part: Any) -> Any:
     if isinstance(part, list | tuple):
         entries = [_with_monta(entry) for entry in part]
         is_same = all(new is old for new, old in zip(entries, part, strict=True))
-        return part if is_same else type(part)(entries)
+        # A named tuple takes its entries one by one.
+        return part if is_same else getattr(part, "_make", type(part))(entries)
     if isinstance(part, dict):
         replaced = {name: _with_monta(entry) for name, entry in part.items()}
         return part if all(replaced[name] is part[name] for name in part) else replaced

@@ -20,7 +20,7 @@ from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.kernels import agreed_kernels, is_fused
 from monta_megatron.exchange.streams import device_type
 from monta_megatron.integration.auto import AutoChooser, Chooser, share_chooser, shared_chooser
-from monta_megatron.integration.count_sources import CountsFromCapacity, CountsFromRanks
+from monta_megatron.integration.count_sources import CountsFromRanks
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import agreed_config, planner_for
 from monta_megatron.integration.ranks import (
@@ -57,22 +57,17 @@ class LayerSetup:
     is_fused: bool
 
     @cached_property
-    def counts(self) -> CountsFromRanks | CountsFromCapacity:
-        """Source of the counts: the capacity if it fixes them, else an exchange."""
-        planner, config = self.planner, self.config
-        table = CountMessages(
+    def counts(self) -> CountsFromRanks:
+        """Source of the counts, where capacity does not fix them."""
+        planner = self.planner
+        messages = CountMessages(
             chains=planner.chains,
             layout=self.layout,
             num_blocks=num_counted_blocks(planner.chains, planner.num_blocks),
             kernels=self.options.kernels,
         )
-        if config.moe_pad_expert_input_to_capacity:
-            return CountsFromCapacity(count_messages=table, config=config)
         return CountsFromRanks(
-            count_messages=table,
-            topk=config.moe_router_topk,
-            group=self.groups["tp_ep"],
-            chain_name=self.options.chain,
+            count_messages=messages, group=self.groups["tp_ep"], chain_name=self.options.chain
         )
 
     def notes(self) -> Iterator[str]:
@@ -193,8 +188,8 @@ def _agree_in_group(
     """Check that all ranks of the expert group share the agreed values; one gather.
 
     Returns:
-        Each rank's host (or MONTA_NODE), and the chooser that layers of this shape share already.
-        A dropped model's may be gone on some ranks only: then None, and all make a new one.
+        Each rank's host (or MONTA_NODE), and the chooser that this layer shares; None if a rank has
+        none, for instance because it has collected a dropped model.
     """
     chooser, ranks = shared_chooser(group, agreed), dist.get_process_group_ranks(group)
     facts = gather_objects((agreed, node_here(), chooser is not None), group)
