@@ -1,7 +1,7 @@
 """What a pass holds at most: the liveness of its buffers is what the executor allocates."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -27,13 +27,11 @@ ROWS = {
     torch.float32: RowFormat(hidden_size=512, value_bytes=4, prob_bytes=4, sum_bytes=4),
     torch.bfloat16: RowFormat(hidden_size=2560, value_bytes=2, prob_bytes=4, sum_bytes=4),
 }
-
-
-# How programs are executed, and by which kernels.
-POLICIES: dict[Policy, tuple[Callable[[torch.device], Streams], bool]] = {
-    "streams": (CudaStreams, False),
-    "fused": (CudaStreams, True),
-    "host": (lambda device: Streams(), False),
+# How programs are executed; "fused", around kernels that do not run.
+POLICIES: dict[Policy, Callable[[torch.device], Streams]] = {
+    "streams": CudaStreams,
+    "fused": CudaStreams,
+    "host": lambda device: Streams(),
 }
 
 
@@ -41,10 +39,9 @@ def measure(
     chain_name: str, layout_name: str, num_chunks: int, dtype: torch.dtype, policy: Policy
 ) -> tuple[dict[str, int], BoundChain, int]:
     """Bytes at the peak of each pass beyond its input; the bound chain; the longest list."""
-    streams, fused = POLICIES[policy]
     chain, layout = CHAINS[chain_name], LAYOUTS[layout_name]
     routing_map = Routing(num_tokens=96).map(layout.num_experts)
-    recorder = Recorder(streams)
+    recorder, fused = Recorder(POLICIES[policy]), policy == "fused"
     peaks: dict[str, int] = {}
 
     def run(exchange: Exchange, way: Pass, columns: Columns) -> Columns:
@@ -54,21 +51,17 @@ def measure(
         return outputs
 
     exchange = make_exchange(chain, layout, routing_map, num_chunks, recorder, fused)
-    with (
-        _no_kernels(recorder) if fused else nullcontext(),
-        mock.patch.object(executor, "run", run),
-        mock.patch.multiple(layers, HIDDEN=ROWS[dtype].hidden_size, DTYPE=dtype),
-        recorder,
-    ):
+    with ExitStack() as stack:
+        if fused:
+            from fake_kernels import recorded_launches
+
+            stack.enter_context(recorded_launches(recorder.kernel))
+        stack.enter_context(mock.patch.object(executor, "run", run))
+        sizes = {"HIDDEN": ROWS[dtype].hidden_size, "DTYPE": dtype}
+        stack.enter_context(mock.patch.multiple(layers, **sizes))
+        stack.enter_context(recorder)
         run_layer(exchange, routing_map)
     return peaks, exchange.bound_chain, exchange.max_experts_per_token
-
-
-def _no_kernels(recorder: Recorder) -> AbstractContextManager[None]:
-    """Memory is allocated around kernels that do not run."""
-    from fake_kernels import recorded_launches
-
-    return recorded_launches(recorder.kernel)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
