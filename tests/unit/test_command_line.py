@@ -43,7 +43,6 @@ def megatron_with(**variables: str) -> Preloaded:
     return Preloaded("megatron.training.arguments", **variables)
 
 
-@pytest.mark.timeout(600)
 def test_arguments() -> None:
     """A case is variables, of which MEGATRON is the release that is found, then arguments."""
     from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
