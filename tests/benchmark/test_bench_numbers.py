@@ -1,13 +1,14 @@
 """The computations behind `monta bench`, against numbers worked by hand."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+import golden
 import pytest
 import torch
+import yaml
 
-from monta_megatron.cli.on_ranks import find_this_rank
-from monta_megatron.common.ranks import is_first_rank
 from monta_megatron.core import Layout
 from monta_megatron.planner.routing import UniformRouting
 from monta_megatron.tools import stock_collectives
@@ -16,6 +17,10 @@ from monta_megatron.tools.bench.measure import rows_that_cross
 from monta_megatron.tools.bench.report import Report, Row
 from monta_megatron.tools.bench.settings import parse_settings
 
+HERE = Path(__file__).parent
+# Name -> reports, as a file of results has them.
+REPORTS = yaml.safe_load((HERE / "reports.yaml").read_text())
+BASE = {"experts": "8", "top_k": "2", "hidden": "16", "tokens": "4"}
 # Two nodes of two ranks, eight experts.
 FLAT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
 SPLIT = Layout(ep=2, etp=2, num_local_experts=4, rank=0, nodes=(0, 0, 1, 1))
@@ -96,14 +101,11 @@ def test_drawn_experts(name: str) -> None:
             assert expected.hits(num_parts) == pytest.approx(hits, abs=0.02)
 
 
-BASE = {"experts": "8", "top_k": "2", "hidden": "16", "tokens": "4"}
-
-
 def test_settings_have_defaults() -> None:
-    settings = parse_settings({**BASE, "tp": "2"}, world_size=8)
+    settings = parse_settings({**BASE, "tp": "2", "dtype": "bf16"}, world_size=8)
     assert (settings.tp, settings.ep, settings.etp, settings.ranks_per_node) == (2, 4, 2, None)
     assert settings.stock == ("alltoall", "allgather")
-    assert settings.phase == ("forward_backward",)
+    assert (settings.phase, settings.dtype) == (("forward_backward",), "bfloat16")
     assert settings.skip_incompatible
     # The ratio needs stock alltoall.
     named = parse_settings({**BASE, "stock": "allgather", "chains": "alltoall"}, 4)
@@ -112,51 +114,8 @@ def test_settings_have_defaults() -> None:
     assert settings.chains[0] == "alltoall" and settings.chains[-1] == "auto"
 
 
-@pytest.mark.parametrize(
-    ("name", "torch_name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
-)
-def test_a_dtype_has_megatron_s_name(name: str, torch_name: str) -> None:
-    assert parse_settings({**BASE, "dtype": name}, 4).dtype == torch_name
-
-
-def test_pipelines_with_experts_come_last() -> None:
-    flags = {"chains": "alltoall,alltoall_dedup,auto", "layer": True, "overlap_experts": True}
-    assert parse_settings({**BASE, **flags}, 4).pipelines == [
-        ("alltoall", 1, False),
-        ("alltoall_dedup", 1, False),
-        ("alltoall_dedup", 4, False),
-        ("auto", None, False),
-        ("alltoall_dedup", 4, True),
-        ("auto", None, True),
-    ]
-
-
-def test_launchers() -> None:
-    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    launch = find_this_rank("bench", torchrun)
-    assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
-    assert not is_first_rank(torchrun)
-
-    with pytest.raises(ValueError, match="RANK, WORLD_SIZE: not set"):
-        find_this_rank("bench", {})
-
-
-def row(**changes: object) -> Row:
-    values: dict[str, object] = {
-        **{"dispatcher": "monta", "chain": "hierarchical_allgather", "num_chunks": 8},
-        **{"scope": "exchange", "phase": "forward_backward", "tokens": 16384, "top_k": 8},
-        **{"routing": "uniform", "tp": 1, "ep": 8, "etp": 1, "inter_mbit": 500.0},
-        **{"median_ms": 12345.6, "p10_ms": 12345.6, "p90_ms": 23456.7},
-        **dict.fromkeys(("inter_bytes", "intra_bytes"), 9_999_900_000),
-        **{"pct_of_limit": 100.0, "ratio_to_alltoall": 10.25},
-    }
-    return Row(**{**values, **changes})
-
-
 def test_table_of_the_largest_figures_fits_a_terminal() -> None:
-    rows = [row(), row(chosen=True, num_chunks=4), row(scope="layer", experts_pipelined=True)]
-    text = Report(meta={"skipped": {"allgather": "why"}}, rows=rows).text()
-    assert max(map(len, text.splitlines())) <= 100
-    for part in ("\nhierarchical_allgather x8 ", "\nauto: hierarchical_allgather x4 "):
-        assert part in text
-    assert text.count("chain x chunks") == 2 and text.endswith("\n\nleft out: allgather: why")
+    (largest,) = REPORTS["largest"]
+    report = Report(meta=largest["meta"], rows=[Row(**row) for row in largest["rows"]])
+    assert max(map(len, report.text().splitlines())) <= 100
+    golden.check(HERE / "largest.txt", report.text() + "\n")

@@ -1,7 +1,6 @@
 """Comparison with stock on integers, without a launch."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,55 +13,48 @@ from monta_megatron.tools.bench import measure
 from monta_megatron.tools.bench.candidates import BenchCandidate, make_batch
 from monta_megatron.tools.bench.settings import parse_settings
 
-Results = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
+NAMES = ("rows at the experts", "outputs")
 
 
-def lines_of(
-    monkeypatch: pytest.MonkeyPatch, requested: str, change: Callable[[Results], Results]
-) -> list[str]:
-    """Lines of a candidate whose results are stock's but for `change`."""
+@pytest.mark.parametrize(
+    ("requested", "factors", "differing"),
+    [
+        ("alltoall_dedup", (1.0, 1.0), ()),
+        ("alltoall_dedup", (2.0, 2.0), NAMES),
+        ("alltoall_dedup", (math.nan, math.nan), NAMES),
+        # Stock's allgather may have other rows at the experts.
+        ("allgather", (2.0, 1.0), ()),
+    ],
+)
+def test_every_difference_is_a_line_with_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    requested: str,
+    factors: tuple[float, float],
+    differing: tuple[str, ...],
+) -> None:
+    """A candidate has results of stock's, each times a factor."""
 
-    def run(candidate: BenchCandidate, experts: Any) -> Results:
-        results = {"rows at the experts": torch.ones(2, 4), "outputs": candidate.batch.hidden}
-        return results if candidate.requested == "alltoall" else change(results)
+    def run(candidate: BenchCandidate, experts: Any) -> dict[str, torch.Tensor]:
+        rows, outputs = (1.0, 1.0) if candidate.requested == "alltoall" else factors
+        return dict(zip(NAMES, (torch.ones(2, 4) * rows, batch.hidden * outputs), strict=True))
 
     monkeypatch.setattr(measure, "run_candidate", run)
     # Rank 1 sees no difference.
     monkeypatch.setattr(measure, "gather_objects", lambda lines: [lines, [], lines])
-    choice = SimpleNamespace(chain=requested, num_chunks=4)
-    stock = BenchCandidate(
-        kind="megatron",
-        requested="alltoall",
-        dispatcher=SimpleNamespace(choice=choice),
-        batch=make_batch(parse_settings(BASE, 4), 0, CPU),
-    )
-    kind: Any = "megatron" if requested == "allgather" else "monta"
-    other = replace(stock, kind=kind, requested=requested)
-    return measure.differences_from_stock([stock, other], SPLIT)
-
-
-@pytest.mark.parametrize("factor", [1.0, 2.0, math.nan])
-def test_every_difference_is_a_line_with_its_ranks(
-    monkeypatch: pytest.MonkeyPatch, factor: float
-) -> None:
-    def change(results: Results) -> Results:
-        return {name: tensor * factor for name, tensor in results.items()}
-
-    lines = [
-        f"monta alltoall_dedup x4: {name} differ from stock's (rank 0, 2)"
-        for name in ("rows at the experts", "outputs")
+    batch = make_batch(parse_settings(BASE, 4), 0, CPU)
+    candidates = [
+        BenchCandidate(
+            kind="megatron" if name in ("alltoall", "allgather") else "monta",
+            requested=name,
+            dispatcher=SimpleNamespace(choice=SimpleNamespace(chain=name, num_chunks=4)),
+            batch=batch,
+        )
+        for name in ("alltoall", requested)
     ]
-    assert lines_of(monkeypatch, "alltoall_dedup", change) == (lines if factor != 1 else [])
-
-
-def test_stocks_allgather_may_have_other_rows_at_the_experts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def change(results: Results) -> Results:
-        return results | {"rows at the experts": torch.zeros(1)}
-
-    assert lines_of(monkeypatch, "allgather", change) == []
+    assert measure.differences_from_stock(candidates, SPLIT) == [
+        f"monta {requested} x4: {name} differ from stock's (rank 0, 2)" for name in differing
+    ]
 
 
 def test_sums_of_the_check_are_exact_in_bf16() -> None:

@@ -1,62 +1,23 @@
 """Why a run ended, from what its ranks printed."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from monta_megatron.common.torchrun import cause_of, ended
 
-TRACEBACK = """\
-Traceback (most recent call last):
-  File "train.py", line 3, in <module>
-    {line}
-{error}
-"""
-LOST = TRACEBACK.format(line="wait()", error="RuntimeError: connection closed by peer")
-NAMED = TRACEBACK.format(line="run()", error="ExchangeError: dispatch: chain alltoall failed")
-CHAINED = f"{LOST}\nThe above exception was the direct cause of the following exception:\n\n{NAMED}"
+CASES = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text())
 
 
-def of_rank(rank: int, text: str) -> str:
-    """As torch prints it once a rank has joined."""
-    return "".join(f"[rank{rank}]: {line}" for line in text.splitlines(keepends=True))
+@pytest.mark.parametrize("case", CASES)
+def test_cause(case: dict[str, str | None]) -> None:
+    assert cause_of(str(case["log"]).splitlines()) == case["cause"]
 
 
 @pytest.mark.parametrize(
-    ("log", "cause"),
-    [
-        ("", None),
-        ("iteration 1\niteration 2\n", None),
-        (f"iteration 1\n{LOST}more\n", "RuntimeError: connection closed by peer"),
-        (CHAINED, "ExchangeError: dispatch: chain alltoall failed"),
-        # The first rank's, with what is chained to it, and not what another rank says of it.
-        (
-            of_rank(2, CHAINED) + of_rank(0, LOST),
-            "[rank2]: ExchangeError: dispatch: chain alltoall failed",
-        ),
-        (LOST + NAMED, "RuntimeError: connection closed by peer"),
-        (
-            "monta: error: moe_monta_chain: got 'x'\n" + LOST,
-            "monta: error: moe_monta_chain: got 'x'",
-        ),
-        # No message, and lines of two ranks mixed.
-        (TRACEBACK.format(line="assert x", error="AssertionError"), "AssertionError"),
-        (
-            "[rank1]: Traceback (most recent call last):\n[rank0]: Traceback (most recent call last"
-            "):\n[rank1]:   File\n[rank0]: KeyError: 1\n[rank1]: ValueError: no\n",
-            "[rank1]: ValueError: no",
-        ),
-        # Likewise, where neither has joined.
-        (
-            "Traceback (most recent call last):\nTraceback (most recent call last):\n"
-            "  File\n  File\nValueError: no\nValueError: no\n",
-            "ValueError: no",
-        ),
-    ],
+    ("status", "text"),
+    [(3, "with exit status 3"), (137, "by signal 9 (SIGKILL)"), (255, "with exit status 255")],
 )
-def test_cause(log: str, cause: str | None) -> None:
-    assert cause_of(log.splitlines()) == cause
-
-
-def test_how_it_ended() -> None:
-    assert ended(3) == "with exit status 3"
-    assert ended(137) == "by signal 9 (SIGKILL)"
-    assert ended(255) == "with exit status 255"
+def test_how_it_ended(status: int, text: str) -> None:
+    assert ended(status) == text

@@ -1,5 +1,7 @@
 """The chain as plain data: hand-worked bindings, and the rules that hold for any counts."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -166,21 +168,23 @@ def test_num_chunks_below_one_is_refused() -> None:
         CHAIN.bind(layout_of(1, 1, 1), counts, num_chunks=0)
 
 
-@st.composite
-def worlds(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    """[EP, ETP, EP, L] rows that (source EP, source ETP) sends to (EP, local expert); chunks."""
-    ep, etp, num_local = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    seed = draw(st.integers(0, 2**32 - 1))
-    high = draw(st.sampled_from([1, 2, 5, 40]))
-    rows = np.random.default_rng(seed).integers(0, high, (ep, etp, ep, num_local))
-    return rows, draw(st.integers(1, 9))
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)),
+    num_chunks=st.integers(1, 9),
+    most=st.sampled_from([0, 1, 4, 39]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_rows_arrive_in_stock_order(
+    sizes: tuple[int, int, int], num_chunks: int, most: int, seed: int
+) -> None:
+    """Follow every row by its number through the stages: each send meets its receive, none is lost.
 
-
-@given(worlds())
-def test_rows_arrive_in_stock_order(world: tuple[np.ndarray, int]) -> None:
-    """Follow every row by name through the stages: each send meets its receive, none is lost."""
-    rows, num_chunks = world
-    ep, etp, _, num_local = rows.shape
+    Rows are numbered by source, and there by destination.
+    """
+    ep, etp, num_local = sizes
+    # [EP, ETP, EP, L] rows that (source EP, source ETP) sends to (EP, local expert).
+    rows = np.random.default_rng(seed).integers(0, most, (ep, etp, ep, num_local), endpoint=True)
+    first_rows = (rows.cumsum() - rows.ravel()).reshape(rows.shape)
     bound = {
         (e, t): CHAIN.bind(
             layout_of(ep, etp, num_local, rank=e * etp + t),
@@ -190,39 +194,29 @@ def test_rows_arrive_in_stock_order(world: tuple[np.ndarray, int]) -> None:
         for e, t in np.ndindex(ep, etp)
     }
 
-    def packed(e: int, t: int, chunk: int) -> list[tuple[int, ...]]:
-        pack = bound[e, t].stages[0]
-        whole = [
-            (e, t, destination, expert, token)
-            for destination, expert in np.ndindex(ep, num_local)
-            for token in range(rows[e, t, destination, expert])
-        ]
-        return whole if pack.segments is None else [whole[n] for n in rows_of(pack.segments, chunk)]
-
-    def exchanged(e: int, t: int, chunk: int) -> list[tuple[int, ...]]:
-        arrived = []
-        for peer in range(ep):
-            send = bound[peer, t].stages[1].send[chunk]
-            assert send[e] == bound[e, t].stages[1].receive[chunk, peer]
-            first = send[:e].sum()
-            arrived += packed(peer, t, chunk)[first : first + send[e]]
-        return arrived
+    def sent(e: int, t: int, chunk: int, peer: int) -> list[int]:
+        pack, exchange, *_ = bound[e, t].stages
+        packed = first_rows[e, t, 0, 0] + np.arange(rows[e, t].sum())
+        if pack.segments is not None:
+            packed = packed[rows_of(pack.segments, chunk)]
+        return np.split(packed, exchange.send[chunk].cumsum())[peer].tolist()
 
     for (e, t), mine in bound.items():
-        _, _, gather, order = mine.stages
-        placed = []
+        _, exchange, gather, order = mine.stages
+        placed: list[tuple[int, int]] = []
         for chunk in range(num_chunks):
-            parts = [exchanged(e, peer, chunk) for peer in range(etp)]
-            assert gather.receive[chunk].tolist() == [len(part) for part in parts]
-            assert (gather.send[chunk] == len(parts[t])).all()
-            gathered = [row for part in parts for row in part]
-            places = range(len(gathered))
-            if order.segments is not None:
-                places = rows_of(order.segments, chunk)
+            parts = [[sent(peer, lane, chunk, e) for peer in range(ep)] for lane in range(etp)]
+            arrived = [list(itertools.chain(*part)) for part in parts]
+            assert exchange.receive[chunk].tolist() == [len(part) for part in parts[t]]
+            assert gather.receive[chunk].tolist() == [len(part) for part in arrived]
+            assert (gather.send[chunk] == len(arrived[t])).all()
+            gathered = list(itertools.chain(*arrived))
+            is_ordered = order.segments is None
+            places = range(len(gathered)) if is_ordered else rows_of(order.segments, chunk)
             placed += zip(places, gathered, strict=True)
         expected = [
-            (s, t, e, expert, token)
-            for expert, t, s in np.ndindex(num_local, etp, ep)
-            for token in range(rows[s, t, e, expert])
+            first_rows[s, lane, e, expert] + token
+            for expert, lane, s in np.ndindex(num_local, etp, ep)
+            for token in range(rows[s, lane, e, expert])
         ]
         assert sorted(placed) == list(enumerate(expected))

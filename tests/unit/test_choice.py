@@ -1,36 +1,32 @@
 """From a configuration to the planner of a dispatcher."""
 
+import ast
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import golden
 import pytest
 import torch
 
-from monta_megatron.chains import CHAINS
-from monta_megatron.common import strict_yaml
+from monta_megatron.common.files import CONFIGS
 from monta_megatron.core import Layout, Shape
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import planner_for
-from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.plan import NUM_CHUNKS
+from monta_megatron.planner.cluster_file import load_cluster
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
 
 
-def config(**changes: Any) -> SimpleNamespace:
+def config(**changes: Any) -> Any:
     """The fields of a TransformerConfig that a choice looks at."""
-    values = {
-        "num_moe_experts": 8,
-        "moe_router_topk": 2,
-        "moe_router_num_groups": None,
-        "moe_router_group_topk": None,
-        "hidden_size": 64,
+    fields = {
+        **{"num_moe_experts": 8, "moe_router_topk": 2, "hidden_size": 64},
+        **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk")),
         "params_dtype": torch.bfloat16,
     }
-    return SimpleNamespace(**{**values, **changes})
+    return SimpleNamespace(**{**fields, **changes})
 
 
 def test_auto_plans_for_what_the_configuration_exchanges() -> None:
@@ -51,77 +47,24 @@ def test_auto_plans_for_what_the_configuration_exchanges() -> None:
     assert limited.routing.hits(2).sum() < plain.routing.hits(2).sum()
 
 
-def test_auto_permutes_where_tokens_cannot_be_sent() -> None:
-    pairs = planner_for(Options(), config(), LAYOUT, permuted_only=True)
-    assert {chain.rows for chain in pairs.chains} == {"permuted tokens"}
-    both = planner_for(Options(), config(), LAYOUT, permuted_only=False)
-    assert {chain.rows for chain in both.chains} == {"permuted tokens", "tokens"}
-
-
-@pytest.mark.parametrize("num_chunks", [None, 2])
-def test_experts_are_split_where_a_chain_of_tokens_can_run(num_chunks: int | None) -> None:
-    options = Options(overlap_experts=True, num_chunks=num_chunks)
-    planner = planner_for(options, config(), LAYOUT, permuted_only=False)
-    assert planner.fixed is None and planner.splits_experts
-    assert planner.num_chunks == (NUM_CHUNKS if num_chunks is None else (2,))
-    choice = planner.pick(4096)[0]
-    assert choice.splits_experts and choice.num_chunks == (num_chunks or 4)
-    assert not planner_for(options, config(), LAYOUT, permuted_only=True).splits_experts
-    options = Options(chain=choice.chain, overlap_experts=True, num_chunks=choice.num_chunks)
-    assert planner_for(options, config(), LAYOUT, permuted_only=False).fixed == choice
-
-
-@pytest.mark.parametrize("chain", CHAINS)
-def test_a_chain_of_tokens_is_refused_with_padded_experts(chain: str) -> None:
-    padded = config(moe_pad_expert_input_to_capacity=True)
-    options = Options(chain=chain, num_chunks=1)
-    if CHAINS[chain].rows == "permuted tokens":
-        assert planner_for(options, padded, LAYOUT, permuted_only=True).chains[0].name == chain
-        return
-    with pytest.raises(ValueError) as error:
-        planner_for(options, padded, LAYOUT, permuted_only=True)
-    assert str(error.value) == (
-        f"moe_monta_chain: {chain} cannot run here: its rows are tokens, and "
-        "moe_pad_expert_input_to_capacity pads permuted tokens; take auto, alltoall or "
-        "alltoall_allgather, or leave the padding out"
-    )
-
-
 def test_an_exchange_on_more_nodes_than_there_are_is_refused() -> None:
-    cluster = strict_yaml.load(Cluster, CONFIGS / "clusters" / "a800_2x8_ib200.yaml")
-    assert planner_for(Options(cluster=cluster), config(), LAYOUT, permuted_only=False)
+    options = Options(cluster=load_cluster("a800_2x8_ib200"))
+    assert planner_for(options, config(), LAYOUT, permuted_only=False)
     spread = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 1, 2, 3))
     with pytest.raises(ValueError, match=r"has 2 nodes, must have at least the 4 of the exch"):
-        planner_for(Options(cluster=cluster), config(), spread, permuted_only=False)
+        planner_for(options, config(), spread, permuted_only=False)
 
 
-@pytest.mark.parametrize(
-    ("fields", "tune_steps"),
-    [
-        ({}, 24),
-        ({"moe_monta_chain": "auto", "moe_monta_num_chunks": 2}, 24),
-        ({"moe_monta_tune_steps": 7}, 7),
-        ({"moe_monta_tune_steps": 0}, 0),
-        ({"deterministic_mode": True}, 0),
-        ({"moe_monta_chain": "alltoall"}, 0),
-        ({"moe_monta_chain": "alltoall", "moe_monta_tune_steps": 0}, 0),
-    ],
-)
-def test_only_auto_is_tuned(fields: dict[str, Any], tune_steps: int) -> None:
-    assert Options.of(SimpleNamespace(**fields)).tune_steps == tune_steps
+def test_only_auto_is_tuned() -> None:
+    """A case is the fields of a configuration."""
 
+    def answer(fields: str) -> str:
+        try:
+            return str(Options.of(SimpleNamespace(**ast.literal_eval(fields))).tune_steps)
+        except ValueError as error:
+            return str(error)
 
-@pytest.mark.parametrize(
-    ("fields", "rule"),
-    [
-        ({"moe_monta_tune_steps": 5}, "be 0, which is off, or an integer >= 6"),
-        ({"moe_monta_tune_steps": 6, "deterministic_mode": True}, "be 0 or left out in determin"),
-        ({"moe_monta_tune_steps": 6, "moe_monta_chain": "alltoall"}, "be 0 or left out where a c"),
-    ],
-)
-def test_numbers_of_steps_that_cannot_be_are_refused(fields: dict[str, Any], rule: str) -> None:
-    with pytest.raises(ValueError, match=f"moe_monta_tune_steps: got [56], must {rule}"):
-        Options.of(SimpleNamespace(**fields))
+    golden.check_cases(Path(__file__).parent / "golden" / "tune_steps.txt", answer)
 
 
 def test_a_cluster_file_is_read_once_unless_it_changes(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What a layer holds at most where its experts are in the pipeline."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,46 +36,43 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         rows, weight = ctx.saved_tensors
         rows_gradient = gradient @ weight
-        if ctx.module.placeholder is None:
+        if ctx.module.placeholder == "none":
             return rows_gradient, gradient.t() @ rows, None
         weight.main_grad.addmm_(gradient.t(), rows, beta=int(ctx.adds))
         if not hasattr(weight, MARK):
             return rows_gradient, None, None
         setattr(weight, MARK, True)
-        return rows_gradient, ctx.module.placeholder(weight), None
+        is_shared = ctx.module.placeholder == "shared"
+        placeholder = ctx.module.shared.detach() if is_shared else torch.empty_like(weight)
+        return rows_gradient, placeholder, None
 
 
 class Weighted(torch.nn.Module):
     """Two experts of two matrices each, whose gradients are added to `main_grad`, as by DDP.
 
     Args:
-        placeholder: what a product that adds a gradient itself returns for it; None if none does.
+        placeholder: what a product that adds a gradient itself returns for it: "fresh" memory, or
+            memory that all products share, as in Transformer Engine; "none" if none adds.
     """
 
-    def __init__(self, placeholder: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def __init__(self, placeholder: str) -> None:
         super().__init__()
-        self.placeholder = placeholder
+        self.placeholder, self.shared = placeholder, torch.empty(HIDDEN, HIDDEN)
         self.is_first_microbatch, self.disable_parameter_transpose_cache = True, False
         generator = torch.Generator().manual_seed(0)
         self.weights = torch.nn.ParameterList(
             torch.randn(HIDDEN, HIDDEN, generator=generator) for _ in range(4)
         )
-        self.numbers_of_hooks = [0] * 4
-        for number, weight in enumerate(self.weights):
+        for weight in self.weights:
             weight.main_grad = torch.zeros_like(weight)
             setattr(weight, MARK, False)
-            weight.register_post_accumulate_grad_hook(lambda one, at=number: self._add(one, at))
+            weight.register_post_accumulate_grad_hook(self._add)
 
-    def _add(self, weight: torch.Tensor, number: int) -> None:
-        self.numbers_of_hooks[number] += 1
+    def _add(self, weight: torch.Tensor) -> None:
         assert weight.grad is not None
         if not getattr(weight, MARK):
             weight.main_grad.add_(weight.grad)
         weight.grad = None
-
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        return [one for weight in self.weights for one in (weight.detach(), weight.main_grad)]
 
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -91,24 +87,23 @@ class Weighted(torch.nn.Module):
 
 
 def peak_bytes(
-    chain_name: str,
-    layout_name: str,
-    num_chunks: int,
-    experts: Experts,
-    memory: list[torch.Tensor],
-) -> int:
+    chain_name: str, layout_name: str, num_chunks: int, module: Weighted, experts: Experts
+) -> tuple[int, int]:
     """The most that a layer holds, forward and backward, above what is there before.
 
     Args:
         chain_name, layout_name: what runs.
         num_chunks: in the pipeline; 0 for one call of the experts between the passes.
-        experts: the experts.
-        memory: what is theirs.
+        module, experts: the experts, and how they are called.
+
+    Returns:
+        It, and the bytes of a chunk's rows at the experts.
     """
     layer = layer_of(chain_name, layout_name)
     recorder, whole = layer.recorder, layer.exchange
     rows, probs, ids = layer.inputs()
     assert ids is not None
+    memory = [one for weight in module.weights for one in (weight.detach(), weight.main_grad)]
     with recorder:
         before = recorder.forget_peak([rows.detach(), probs.detach(), ids, *memory])
         if num_chunks:
@@ -120,56 +115,38 @@ def peak_bytes(
             del expert_rows, expert_probs
         (output * 2).sum().backward()
     assert recorder.findings == []
-    return recorder.peak_bytes - before
+    return recorder.peak_bytes - before, max(whole.bound_chain.rows_at[-1]) * HIDDEN * 4
 
 
 def layer_of(chain_name: str, layout_name: str) -> Layer:
     return Layer(chain_name, layout_name, NUM_CHUNKS, num_tokens=96, hidden=HIDDEN)
 
 
-def shared_placeholder() -> Callable[[torch.Tensor], torch.Tensor]:
-    """One for all products, as Transformer Engine has it."""
-    shared = torch.empty(HIDDEN, HIDDEN)
-    return lambda weight: shared.detach()
-
-
-PLACEHOLDERS: dict[str, Callable[[], Any]] = {
-    "none": lambda: None,
-    "fresh": lambda: torch.empty_like,
-    "shared": shared_placeholder,
-}
-
-
-@pytest.mark.parametrize("kind", PLACEHOLDERS)
+@pytest.mark.parametrize("placeholder", ["none", "fresh", "shared"])
 @pytest.mark.parametrize(("chain_name", "layout_name"), TOKEN_CASES)
-def test_weight_gradients(chain_name: str, layout_name: str, kind: str) -> None:
+def test_weight_gradients(chain_name: str, layout_name: str, placeholder: str) -> None:
     """Two chunks above the unsplit layer at most, where products add to `main_grad`.
 
     Autograd holds no placeholders either, as it would without `with_one_placeholder`. Where none
     adds, there is one set of gradients besides: the engine sums the chunks' before the hooks run.
     """
-    whole, split, plain = (Weighted(PLACEHOLDERS[kind]()) for _ in range(3))
-    if kind != "none":
+    whole, split, plain = (Weighted(placeholder) for _ in range(3))
+    experts: Any = split
+    if placeholder != "none":
         add_in_every_call(split)
-    unsplit, mine, without = (
-        peak_bytes(chain_name, layout_name, num_chunks, experts, module.memory)
-        for num_chunks, experts, module in (
-            (0, whole, whole),
-            (NUM_CHUNKS, split if kind == "none" else with_one_placeholder(split, split), split),
-            (NUM_CHUNKS, plain, plain),
-        )
-    )
-    rows_of_chunks = layer_of(chain_name, layout_name).exchange.bound_chain.rows_at[-1]
-    one_weight, two_chunks = HIDDEN * HIDDEN * 4, 2 * max(rows_of_chunks) * HIDDEN * 4
-    if kind == "none":
+        experts = with_one_placeholder(split, split)
+    unsplit, _ = peak_bytes(chain_name, layout_name, 0, whole, whole)
+    mine, chunk = peak_bytes(chain_name, layout_name, NUM_CHUNKS, split, experts)
+    one_weight = HIDDEN * HIDDEN * 4
+    if placeholder == "none":
         # The gradient that a product is just making comes on top; the unsplit layer has it as well,
         # but not when it holds most.
-        assert abs(mine - unsplit - 4 * one_weight) <= two_chunks + one_weight
+        assert abs(mine - unsplit - 4 * one_weight) <= 2 * chunk + one_weight
     else:
-        assert mine <= unsplit + two_chunks
+        without, _ = peak_bytes(chain_name, layout_name, NUM_CHUNKS, plain, plain)
+        assert mine <= unsplit + 2 * chunk
         assert without > mine + 2 * one_weight
         assert all(getattr(weight, MARK) for weight in split.weights)
-    assert split.numbers_of_hooks == whole.numbers_of_hooks == [1] * 4
     for ours, theirs in zip(split.weights, whole.weights, strict=True):
         # Sums of some 100 products in another order.
         torch.testing.assert_close(ours.main_grad, theirs.main_grad, rtol=1e-5, atol=1e-2)

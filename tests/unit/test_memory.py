@@ -27,13 +27,11 @@ ROWS = {
     torch.float32: RowFormat(hidden_size=512, value_bytes=4, prob_bytes=4, sum_bytes=4),
     torch.bfloat16: RowFormat(hidden_size=2560, value_bytes=2, prob_bytes=4, sum_bytes=4),
 }
-
-
-# How programs are executed, and by which kernels.
-POLICIES: dict[Policy, tuple[Callable[[torch.device], Streams], bool]] = {
-    "streams": (CudaStreams, False),
-    "fused": (CudaStreams, True),
-    "host": (lambda device: Streams(), False),
+# How programs are executed; "fused", around kernels that do not run.
+POLICIES: dict[Policy, Callable[[torch.device], Streams]] = {
+    "streams": CudaStreams,
+    "fused": CudaStreams,
+    "host": lambda device: Streams(),
 }
 
 

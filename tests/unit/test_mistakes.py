@@ -1,8 +1,7 @@
 """Mistakes in all commands: one line, exit status 2, or 130 for Ctrl-C, and nothing left behind.
 
-A session is commands, each with the line that answers it. One with a stream, as in `> /dev/full`,
-runs in a shell. `^C MODULE` at its end is Ctrl-C once Python has imported the module. All others
-are forks of a process that has imported what takes long.
+A command with a stream, as in `> /dev/full`, runs in a shell. `^C MODULE` at its end is Ctrl-C once
+Python has imported the module. All others are forks of a process that has imported what takes long.
 """
 
 import json
@@ -13,17 +12,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
+import golden
 import pytest
+import yaml
 from interrupts import interrupt, started, wait_for
 from preloaded import Preloaded
 
 from monta_megatron.cli import COMMANDS, main
 from monta_megatron.common.files import CONFIGS
 
-HERE = Path(__file__).parent
-SESSIONS = sorted((HERE / "mistakes").glob("*.txt"))
+MISTAKES = Path(__file__).parent / "mistakes"
+SESSIONS = sorted(MISTAKES.glob("*.txt"))
 IMPORTED_ONCE = (
     *("planner.plan", "planner.ranking", "calibration.command", "tools.bench.settings"),
     *("tools.compare", "tools.place", "tools.placed_checkpoint", "tools.timeline"),
@@ -34,50 +34,6 @@ RANKS = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
 SHELL = 'monta() { "$0" -m monta_megatron "$@"; }; %s; exit ${PIPESTATUS[0]}'
 # 141: the reader has closed the pipe.
 INTERRUPTED, UNREAD, BAD = 130, 141, 2
-
-FILES = {
-    "kept.yaml": "kept",
-    "train.py": "",
-    "empty.yaml": "",
-    "list.yaml": "- mixtral_8x7b\n",
-    "cut.yaml": "name: [mixtral\n",
-    "tab.yaml": "name: x\n\tmodel: y\n",
-    "twice.yaml": "name: x\nname: y\n",
-    "latin1.yaml": b"name: caf\xe9\n",
-    **{
-        f"{name}.yaml": f"{{name: x, megatron: {{}}, {text}}}\n"
-        for name, text in {
-            "key": "layuot: {nodes: 1, ranks_per_node: 2}",
-            "layout": "layout: {nodes: 1, ranks_per_node: 8, ep: 3}, script: train.py",
-            "size": "layout: {nodes: 0, ranks_per_node: 8}",
-            "script": "layout: {nodes: 1, ranks_per_node: 2}, script: absent.py",
-            "model": "layout: {nodes: 1, ranks_per_node: 2}, model: absent",
-            "cluster": "layout: {nodes: 1, ranks_per_node: 2}, cluster: absent",
-            "variable": "layout: {nodes: 1, ranks_per_node: 2}, script: '${ABSENT}/train.py'",
-        }.items()
-    },
-    "cut.json": '{"traceEvents": [',
-    "other.json": '{"a": 1}',
-    "hf/config.json": '{"model_type": "gpt2"}',
-    "train.log": "no arguments, no iterations\n",
-}
-
-
-class Mistake(NamedTuple):
-    """A command and its answer."""
-
-    command: str
-    answer: str
-
-    @property
-    def status(self) -> int:
-        return INTERRUPTED if "^C" in self.command else BAD if self.answer else UNREAD
-
-
-def mistakes(path: Path) -> list[Mistake]:
-    """The commands of a session, each with its answer."""
-    parts = path.read_text(encoding="utf-8").split("$ ")[1:]
-    return [Mistake(*part.rstrip("\n").partition("\n")[::2]) for part in parts]
 
 
 def monta_on_a_rank(folder: Path, words: list[str]) -> None:
@@ -100,8 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "configs").symlink_to(CONFIGS)
     (folder / "hf").mkdir()
-    for name, text in FILES.items():
-        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    for name, content in yaml.safe_load((MISTAKES / "files.yaml").read_text()).items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder
 
 
@@ -145,49 +101,32 @@ def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
-@pytest.fixture(scope="module")
-def printed() -> Iterator[dict[Path, str]]:
-    """Sessions as they are answered; UPDATE_GOLDEN=1 writes them anew."""
-    sessions: dict[Path, str] = {}
-    yield sessions
-    if os.environ.get("UPDATE_GOLDEN"):
-        for path, text in sessions.items():
-            path.write_text(text, encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("path", "mistake"),
-    [(path, mistake) for path in SESSIONS for mistake in mistakes(path)],
-    ids=lambda value: value.command if isinstance(value, Mistake) else value.stem,
-)
+@pytest.mark.parametrize("path", SESSIONS, ids=lambda path: path.stem)
 def test_one_line_and_nothing_left_behind(
-    path: Path,
-    mistake: Mistake,
-    folder: Path,
-    process: Preloaded,
-    printed: dict[Path, str],
-    tmp_path: Path,
+    path: Path, folder: Path, process: Preloaded, tmp_path: Path
 ) -> None:
     before = content(folder)
-    command, _, module = mistake.command.partition(" ^C ")
-    if module:
-        result = interrupted(tmp_path, command, module)
-    elif re.search(r"[|>]", command):
-        result = in_shell(folder, command)
-    else:
-        result = process.run(monta_on_a_rank, folder, command.split()[1:])
-    line = without_this_machine(result.stderr, folder)
-    printed[path] = f"{printed.get(path, '')}$ {mistake.command}\n{line}"
-    assert (result.stdout, len(line.splitlines())) == ("", result.returncode != UNREAD), line
-    assert content(folder) == before
-    assert result.returncode == mistake.status
-    assert line.rstrip("\n") == mistake.answer
+
+    def answer(case: str) -> str:
+        command, _, module = case.partition(" ^C ")
+        if module:
+            result = interrupted(tmp_path, command, module)
+        elif re.search(r"[|>]", command):
+            result = in_shell(folder, command)
+        else:
+            result = process.run(monta_on_a_rank, folder, command.split()[1:])
+        line = without_this_machine(result.stderr, folder).removesuffix("\n")
+        status = INTERRUPTED if module else BAD if line else UNREAD
+        assert (result.stdout, result.returncode) == ("", status), f"{case}\n{line}"
+        assert content(folder) == before, case
+        return line
+
+    golden.check_cases(path, answer)
 
 
-def test_every_command_and_kind_is_tried() -> None:
-    commands = [mistake.command for path in SESSIONS for mistake in mistakes(path)]
-    assert len(commands) >= 80
-    assert {word for command in commands for word in command.split()[1:2]} >= {
+def test_every_command_is_tried() -> None:
+    cases = [case for path in SESSIONS for case in path.read_text().splitlines()[::2]]
+    assert {word for case in cases for word in case.split()[1:2]} >= {
         name for names in COMMANDS.values() for name in names
     }
 

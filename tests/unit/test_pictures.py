@@ -18,12 +18,3 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         figure.subplots().plot([1, 2], [3, 4])
         raise KeyError
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    path = tmp_path / "gone" / "picture.png"
-    with (
-        pytest.raises(FileNotFoundError),
-        pictures.figure(path, (2, 1)),
-    ):
-        pass

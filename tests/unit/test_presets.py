@@ -1,12 +1,10 @@
-"""Models, clusters and runs by name: from a checkout, from a wheel, from wherever one stands."""
+"""Models and clusters by name: from a checkout, from a wheel, from wherever one stands."""
 
 from pathlib import Path
 
 import pytest
 
 from monta_megatron.common import files
-from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.model import load_model
 
 
 def test_an_existing_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,9 +18,3 @@ def test_an_existing_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert files.find_config("models", "dbrx") == Path("dbrx")
     Path("runs").mkdir()
     assert files.find_config("models", "../dbrx", "runs") == Path("runs/../dbrx")
-
-
-def test_all_load_by_name() -> None:
-    for kind, load in (("models", load_model), ("clusters", load_cluster)):
-        for path in (files.CONFIGS / kind).glob("*.yaml"):
-            assert load(path.stem) == load(path)

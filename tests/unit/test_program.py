@@ -19,6 +19,7 @@ from monta_megatron.chains.program import (
     FORWARD_BACKWARD,
     Kind,
     Policy,
+    Program,
     RowFormat,
 )
 from monta_megatron.core import Layout
@@ -103,25 +104,13 @@ def test_one_structure_serves_all_counts_widths_and_ranks() -> None:
     assert lower(other, DISPATCH, BF16, max_experts_per_token=2).program is first.program
 
 
-@pytest.mark.parametrize("policy", get_args(Policy))
-@pytest.mark.parametrize("num_chunks", [1, 4])
-def test_every_kind_has_an_executor_and_a_price(policy: Policy, num_chunks: int) -> None:
+def test_every_kind_has_an_executor_and_a_price() -> None:
     # That one has no other implementation than a kernel; the two that it stands for have.
     assert {*OPERATIONS, "to_experts"} == set(get_args(Kind)) <= set(FUSED_HOST_OPERATIONS)
     pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
     from monta_megatron.exchange.kernels.operations import FUSED_OPERATIONS
 
     assert set(FUSED_OPERATIONS) == set(get_args(Kind))
-    model = load_model(CONFIGS / "models/olmoe_1b_7b.yaml")
-    shape = shape_of_layout(model, ParallelLayout(world_size=4, ep=4), 2, 512)
-    for chain in CHAINS.values():
-        bound = bind_expected(shape, chain, 1 if chain.serial else num_chunks, shape.layout)
-        for pass_ in FORWARD_BACKWARD:
-            program = lower_expected(shape, bound, pass_, policy).program
-            for operation in program.operations:
-                # Whatever something waits for was issued before it.
-                before = (*operation.waits, *operation.after, *operation.launch_after)
-                assert all(number < operation.number for number in before)
 
 
 def test_long_sequences_hold_a_window_of_chunks() -> None:
@@ -139,6 +128,23 @@ def test_long_sequences_hold_a_window_of_chunks() -> None:
     assert held["hierarchical_alltoall", 8] <= 1.3 * held["alltoall", 1]
 
 
+def assert_waits_for_what_was_issued(program: Program) -> None:
+    for operation in program.operations:
+        before = (*operation.waits, *operation.after, *operation.launch_after)
+        assert all(number < operation.number for number in before)
+
+
+@pytest.mark.parametrize("policy", get_args(Policy))
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_nothing_waits_for_what_is_issued_later(policy: Policy, num_chunks: int) -> None:
+    model = load_model(CONFIGS / "models/olmoe_1b_7b.yaml")
+    shape = shape_of_layout(model, ParallelLayout(world_size=4, ep=4), 2, 512)
+    for chain in CHAINS.values():
+        bound = bind_expected(shape, chain, 1 if chain.serial else num_chunks, shape.layout)
+        for pass_ in FORWARD_BACKWARD:
+            assert_waits_for_what_was_issued(lower_expected(shape, bound, pass_, policy).program)
+
+
 def test_nothing_waits_for_what_is_issued_later_in_any_order() -> None:
     """As in the benchmark's ablation, where all chunks are packed before the first one is sent."""
 
@@ -151,5 +157,4 @@ def test_nothing_waits_for_what_is_issued_later_in_any_order() -> None:
     with mock.patch.multiple(lower_module, order_of_issue=places_apart, _structure=structure):
         program = lower(bound_chain(rows=66, num_chunks=6), DISPATCH, BF16, 0).program
     assert [each.stage for each in program.operations[:6]] == ["pack"] * 6
-    for operation in program.operations:
-        assert all(number < operation.number for number in (*operation.waits, *operation.after))
+    assert_waits_for_what_was_issued(program)

@@ -8,33 +8,26 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from monta_megatron.integration import arguments, dispatcher
-from monta_megatron.integration.layer import build_with_monta
+from monta_megatron.integration import arguments, dispatcher, layer
 
 pytestmark = pytest.mark.old_end
 
 REASON = "moe_monta_chain: hierarchical_alltoall cannot run here: uneven nodes"
 
 
-def build(reports: bool = True) -> None:
-    layer = SimpleNamespace(num_local_experts=1, local_expert_indices=[0])
-    config = SimpleNamespace(moe_token_dispatcher_type="monta")
-
-    def construct(*args: Any, **kwargs: Any) -> None:
-        """Megatron's constructor, which does not matter here."""
-
-    groups = SimpleNamespace(tp_ep=None)
-    with (
-        mock.patch.object(dispatcher, "MontaTokenDispatcher", side_effect=ValueError(REASON)),
-        mock.patch("monta_megatron.integration.layer.reports_for_stage", return_value=reports),
-    ):
-        build_with_monta(construct, layer, config, pg_collection=groups)
-
-
-def test_in_code(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def refusing_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "_checked", [])
-    with pytest.raises(ValueError, match=REASON):
-        build()
+    refuse = mock.Mock(side_effect=ValueError(REASON))
+    monkeypatch.setattr(dispatcher, "MontaTokenDispatcher", refuse)
+
+
+def build() -> None:
+    """A layer, but for Megatron's constructor, which does not matter here."""
+    made = SimpleNamespace(num_local_experts=1, local_expert_indices=[0])
+    config = SimpleNamespace(moe_token_dispatcher_type="monta")
+    groups = SimpleNamespace(tp_ep=None)
+    layer.build_with_monta(mock.Mock(), made, config, pg_collection=groups)
 
 
 @pytest.mark.parametrize("reports", [True, False])
@@ -42,13 +35,16 @@ def test_in_a_training(
     reports: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All ranks of a pipeline stage end alike; the first one says why."""
-    monkeypatch.setattr(arguments, "_checked", [])
     monkeypatch.setattr(arguments, "linger", lambda: None)
+    monkeypatch.setattr(layer, "reports_for_stage", lambda *groups: reports)
+    with pytest.raises(ValueError, match=REASON):
+        build()
+    # A training has checked its arguments.
     module = SimpleNamespace(validate_args=lambda args: args)
     arguments.patch_arguments(module)
     module.validate_args(SimpleNamespace(moe_token_dispatcher_type="alltoall"))
     with pytest.raises(SystemExit) as end:
-        build(reports)
+        build()
     assert end.value.code == 2
     assert capsys.readouterr().err == (f"monta: error: {REASON}\n" if reports else "")
 
@@ -61,5 +57,5 @@ def test_process_groups_by_position() -> None:
 
     config, groups = SimpleNamespace(moe_token_dispatcher_type="monta"), SimpleNamespace()
     with mock.patch.object(dispatcher, "MontaTokenDispatcher") as made:
-        build_with_monta(construct, mock.MagicMock(), config, None, 1, groups)
+        layer.build_with_monta(construct, mock.MagicMock(), config, None, 1, groups)
     assert made.call_args.kwargs["pg_collection"] is groups

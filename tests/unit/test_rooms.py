@@ -24,50 +24,39 @@ ARROWS = {
 ROOM_OF = {"__main__": "cli", "autoload": "integration"}
 
 
-def module_of(path: Path) -> str:
-    """src/monta_megatron/cli/__init__.py -> monta_megatron.cli."""
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts).removesuffix(".__init__")
-
-
-PATHS = {module_of(path): path for path in PACKAGE.rglob("*.py")}
-
-
-def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """What runs in a module, sooner or later."""
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Our rooms that a module imports, anywhere in it but for types alone."""
     for child in ast.iter_child_nodes(tree):
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-            yield child
-            yield from nodes(child)
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        names = []
+        if isinstance(child, ast.Import):
+            names = [alias.name for alias in child.names]
+        elif isinstance(child, ast.ImportFrom):
+            assert child.module is not None and child.level == 0, "a relative import"
+            names = [f"{child.module}.{alias.name}" for alias in child.names]
+        for name in names:
+            package, _, inside = name.partition(".")
+            if package == PACKAGE.name:
+                yield inside.partition(".")[0]
+        yield from imports(child)
 
 
-def imports(module: str) -> set[str]:
-    """Our modules that a module imports, anywhere in it."""
-    names = set()
-    for node in nodes(ast.parse(PATHS[module].read_text())):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module is not None and node.level == 0, f"{module}: a relative import"
-            # What is imported from a package may be a module of it.
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                names.add(name if name in PATHS else node.module)
-    return names & PATHS.keys() - {module}
-
-
-def room_of(module: str) -> str:
-    name = module.split(".")[1]
+def room_of(name: str) -> str:
     return ROOM_OF.get(name, name)
 
 
 def test_every_import_is_an_arrow() -> None:
     # The package's own `__init__` is in no room, as all are in it.
-    modules = {module for module in PATHS if "." in module}
-    missing = [
-        f"{module} imports {imported}"
-        for module in sorted(modules)
-        for imported in sorted(imports(module) & modules)
-        if room_of(imported) not in (room_of(module), *ARROWS[room_of(module)].split())
-    ]
+    names = {path.stem for path in PACKAGE.iterdir()} - {"__init__"}
+    missing = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if name in names:
+            room = room_of(name)
+            found = {
+                room_of(each) for each in imports(ast.parse(path.read_text())) if each in names
+            }
+            not_allowed = found - {room, *ARROWS[room].split()}
+            missing += [f"{path.relative_to(PACKAGE)} imports {each}" for each in not_allowed]
     assert not missing, "no arrow:\n" + "\n".join(missing)

@@ -1,12 +1,14 @@
 """What a rank prints before NCCL's time limit ends its process; on a device that is not there."""
 
-import time
+import itertools
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import golden
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,10 +35,12 @@ class Nccl:
     Attributes:
         has_ended: whether each has, in the order of issue.
         works: the handles that something holds.
+        clock: by which they and the limit are timed.
     """
 
     def __init__(self) -> None:
-        self.time_limit = TimeLimit()
+        self.time_limit, self.clock = TimeLimit(), mock.Mock()
+        self.clock.monotonic.return_value = 0.0
         self.has_ended: list[bool] = []
         self.works: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
 
@@ -57,51 +61,37 @@ class Nccl:
 
 @pytest.fixture
 def nccl() -> Iterator[Nccl]:
+    """Nobody looks, and no time passes, unless in a test."""
     made = Nccl()
     with (
         fake_world(),
         mock.patch.object(RecordedWork, "get_future_result", lambda work: made.result(work)),
         mock.patch.object(streams, "device_time_limit", lambda: made.time_limit),
         mock.patch.object(errors, "timeout_of", lambda group: timedelta(seconds=LIMIT_S)),
+        mock.patch.object(errors, "time", made.clock),
+        mock.patch.object(errors, "Thread"),
     ):
         yield made
-        made.has_ended = [True] * len(made.has_ended)
 
 
-@pytest.fixture
-def no_thread() -> Iterator[None]:
-    with mock.patch.object(errors, "Thread"):
-        yield
+def check(name: str, text: object) -> None:
+    golden.check(Path(__file__).parent / "golden" / name, f"{text}".replace(versions(), "VERSIONS"))
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_what_has_not_ended_is_said_once(nccl: Nccl) -> None:
     nccl.run_pass("hierarchical_alltoall")
-    since_s = nccl.time_limit.pending[1].since_s
-    # Between nodes chunk 2 hangs, so that chunk 3 does not start, nor what comes behind them.
-    nccl.has_ended = [number in (3, 9) for number in NUMBERS]
-    assert nccl.time_limit.late(since_s + 0.89 * LIMIT_S) is None
-    text = nccl.time_limit.late(since_s + 0.91 * LIMIT_S)
-    last = "operation 18 of 27, put, stage order, chunk 1 of 3"
-    assert text == (
-        "dispatch: chain hierarchical_alltoall, stage alltoall between nodes, chunk 2 of 3, group "
-        "rail (rank 1 of 2) has not ended after 546 s, and its time limit is 600 s\n"
-        f"last started: {last}; last ended: {last}; {versions()}"
-    )
-    assert nccl.time_limit.late(since_s + 0.95 * LIMIT_S) is None
-    # It goes on after all, to hang in the node.
-    nccl.has_ended = [number < 21 for number in NUMBERS]
-    text = nccl.time_limit.late(since_s + 0.96 * LIMIT_S)
-    assert text is not None
-    place = "stage alltoall in node, chunk 3 of 3, group node (rank 5 of 8)"
-    assert text.startswith(f"dispatch: chain hierarchical_alltoall, {place} has not ended after ")
-    assert text.endswith(
-        f"\nlast started: operation 21 of 27, alltoall, {place}; last ended: operation 20 of 27, "
-        f"duplicate, stage copy per rank, chunk 3 of 3; {versions()}"
-    )
+    said = []
+    for ended, shares in (
+        # Between nodes chunk 2 hangs, so that chunk 3 does not start, nor what comes behind them.
+        ((3, 9), (0.89, 0.91, 0.95)),
+        # It goes on after all, to hang in the node.
+        (NUMBERS[:-1], (0.96, 0.97)),
+    ):
+        nccl.has_ended = [number in ended for number in NUMBERS]
+        said += [f"{share}: {nccl.time_limit.late(share * LIMIT_S)}\n" for share in shares]
+    check("not_ended.txt", "".join(said))
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_nothing_is_said_or_held_of_passes_that_end(nccl: Nccl) -> None:
     # A failed test may hold a pass of its own.
     others = set(UNDER_WAY)
@@ -110,47 +100,35 @@ def test_nothing_is_said_or_held_of_passes_that_end(nccl: Nccl) -> None:
     # The host has gone on, and no handle is left that would hold its collective's outputs.
     assert not nccl.works and set(UNDER_WAY) == others
     # One AllToAll each.
-    assert len(nccl.time_limit.pending) == 3
-    nccl.has_ended = [True] * 2 + [False]
-    assert nccl.time_limit.late(time.monotonic()) is None
-    assert len(nccl.time_limit.pending) == 1
-    nccl.has_ended = [True] * 3
-    assert nccl.time_limit.late(time.monotonic() + LIMIT_S) is None
-    assert not nccl.time_limit.pending
+    for ended, at_s, num_pending in (
+        ([False] * 3, 0, 3),
+        ([True, True, False], 0, 1),
+        ([True] * 3, LIMIT_S, 0),
+    ):
+        nccl.has_ended = ended
+        assert nccl.time_limit.late(at_s) is None
+        assert len(nccl.time_limit.pending) == num_pending
 
 
-@pytest.mark.usefixtures("no_thread")
 def test_what_the_host_waits_for_is_said(nccl: Nccl) -> None:
     assert dist.group.WORLD is not None
     with errors.naming_failure("exchange of counts: chain alltoall", dist.group.WORLD):
-        assert nccl.time_limit.late(time.monotonic()) is None
-        text = nccl.time_limit.late(time.monotonic() + 0.91 * LIMIT_S)
-    assert text is not None
-    assert text.startswith("exchange of counts: chain alltoall, group tp_ep (rank 13 of ")
-    assert text.endswith(f"time limit is 600 s\nno pass is under way; {versions()}")
-    assert nccl.time_limit.late(time.monotonic() + LIMIT_S) is None
+        said = [f"{share}: {nccl.time_limit.late(share * LIMIT_S)}\n" for share in (0, 0.91)]
+    said.append(f"afterwards: {nccl.time_limit.late(LIMIT_S)}\n")
+    check("host_waits.txt", "".join(said))
 
 
-def test_a_thread_prints_it(
-    nccl: Nccl, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(errors, "timeout_of", lambda group: timedelta(seconds=0.2))
-    monkeypatch.setattr(errors, "LOOK_S", 0.01)
+def test_a_thread_prints_it_once(nccl: Nccl, capsys: pytest.CaptureFixture[str]) -> None:
+    """It looks three times, each a time limit after the one before."""
+    nccl.clock.monotonic.side_effect = itertools.count(step=LIMIT_S)
+    nccl.clock.sleep.side_effect = [None, None, None, KeyboardInterrupt]
     nccl.run_pass("alltoall")
-    thread = nccl.time_limit._thread
+    thread = errors.Thread.call_args.kwargs
     # It does not keep the process alive.
-    assert thread is not None and thread.daemon
-    printed = ""
-    give_up_s = time.monotonic() + 20
-    while not printed.endswith("\n") and time.monotonic() < give_up_s:
-        time.sleep(0.05)
-        printed += capfd.readouterr().err
-    time.sleep(0.1)
-    first, second = (printed + capfd.readouterr().err).splitlines()
-    assert first.startswith(
-        "monta, rank 13: dispatch: chain alltoall, stage alltoall, chunk 1 of 1"
-    )
-    assert second.startswith("monta, rank 13: last started: operation ")
+    assert thread["daemon"]
+    with pytest.raises(KeyboardInterrupt):
+        thread["target"]()
+    check("printed_by_a_thread.txt", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("variable", ["TORCH_NCCL_BLOCKING_WAIT", None])

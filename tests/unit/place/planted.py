@@ -1,6 +1,7 @@
 """Router traces in which experts belong together, and the placement that they were made from."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,21 +39,14 @@ def planted_routing(
     return in_order[:, shuffled], np.argsort(shuffled)
 
 
-def write_layers(folder: Path, layers: dict[int, NDArray[np.bool_]], rank: int = 0) -> None:
-    """Write [T, E] of each layer as Megatron's tracer does."""
-    lines = [
-        json.dumps(
-            {
-                "step": 0,
-                "block": "decoder",
-                "layer": layer,
-                "rank": rank,
-                "num_tokens": len(rows),
-                "topk": int(rows[0].sum()),
-                "top_indices": np.nonzero(rows)[1].reshape(len(rows), -1).tolist(),
-            }
-        )
-        for layer, rows in layers.items()
-    ]
+def write_trace(folder: Path, rank: int, records: Iterable[Mapping[str, object]]) -> None:
+    """Write a rank's records as Megatron's tracer does."""
     folder.mkdir(exist_ok=True)
-    (folder / f"router_trace_rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [json.dumps({"step": 0, "rank": rank, **each}) for each in records]
+    (folder / f"router_trace_rank{rank}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def record(layer: int, top_indices: list[list[int]]) -> dict[str, object]:
+    """A layer's tokens, each as the list of its experts."""
+    sizes = {"layer": layer, "num_tokens": len(top_indices)}
+    return {"block": "decoder", **sizes, "top_indices": top_indices}

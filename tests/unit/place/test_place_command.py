@@ -5,21 +5,21 @@ import pickle
 from pathlib import Path
 
 import golden
-import numpy as np
 import pytest
 import yaml
 from commands import Monta
-from planted import planted_routing, write_layers
+from planted import planted_routing, record, write_trace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 NUM_TOKENS = 4096
 
 
-def write_trace(folder: Path, strength: float) -> None:
+def write_planted(folder: Path, strength: float) -> None:
     """Two layers, planted on 16 ranks of 2 nodes."""
-    layers = [planted_routing(64, 16, 2, NUM_TOKENS, strength, seed) for seed in range(2)]
-    write_layers(folder, {layer: rows for layer, (rows, _) in enumerate(layers)})
+    layers = [planted_routing(64, 16, 2, NUM_TOKENS, strength, seed)[0] for seed in range(2)]
+    experts = [rows.nonzero()[1].reshape(NUM_TOKENS, -1).tolist() for rows in layers]
+    write_trace(folder, 0, map(record, range(2), experts))
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def words(tmp_path: Path) -> list[object]:
 
 
 def test_a_placement_is_written(tmp_path: Path, words: list[object], monta: Monta) -> None:
-    write_trace(tmp_path / "trace", strength=3.0)
+    write_planted(tmp_path / "trace", strength=3.0)
     out = tmp_path / "placement.json"
     status, printed, error = monta(*words, "--json")
     assert (status, error) == (0, f"monta place: wrote {out}\n")
@@ -54,7 +54,7 @@ def test_a_placement_is_written(tmp_path: Path, words: list[object], monta: Mont
 def test_uniform_traces_have_no_placement(
     tmp_path: Path, words: list[object], monta: Monta
 ) -> None:
-    write_trace(tmp_path / "trace", strength=0.0)
+    write_planted(tmp_path / "trace", strength=0.0)
     status, printed, error = monta(*words, "--json")
     assert (status, error) == (0, f"monta place: {tmp_path / 'placement.json'} is not written\n")
     document = json.loads(printed)
@@ -62,23 +62,6 @@ def test_uniform_traces_have_no_placement(
     assert not (tmp_path / "placement.json").exists()
     _, table, _ = monta(*words)
     assert "uniform" in table and document["refused"] in table
-
-
-def test_a_load_that_exists_today_is_allowed(
-    tmp_path: Path, words: list[object], monta: Monta
-) -> None:
-    """Every token goes to one expert of 64: its rank gets twice the mean, wherever it lies."""
-    rows = planted_routing(64, 16, 2, NUM_TOKENS, 3.0, 0)[0]
-    # In place of another expert of the token, whichever it is.
-    hot, scores = rows.copy(), np.random.default_rng(0).random(rows.shape)
-    hot[:, 0] = True
-    hot[np.arange(len(hot)), 1 + (hot * scores)[:, 1:].argmax(1)] = rows[:, 0]
-    write_layers(tmp_path / "trace", {0: rows, 1: hot})
-    status, printed, _ = monta(*words, "--json")
-    assert status == 0
-    before, after = (json.loads(printed)["layers"]["1"][when] for when in ("before", "after"))
-    assert before["load"] > 2 and after["load"] < 1.1 * before["load"]
-    assert after["rank"] < 0.9 * before["rank"]
 
 
 PLACEMENTS: dict[str, dict[int | str, list[int]]] = {
@@ -92,7 +75,7 @@ PLACEMENTS: dict[str, dict[int | str, list[int]]] = {
 def test_bad_input(tmp_path: Path, monta: Monta, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written."""
     monkeypatch.chdir(tmp_path)
-    write_trace(Path("trace"), strength=3.0)
+    write_planted(Path("trace"), strength=3.0)
     Path("empty.json").write_text("{}")
     flat = Metadata({}, storage_data={MetadataIndex("optimizer.distributed.param_0"): None})
     for name, index in {

@@ -8,17 +8,13 @@ import golden
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from planted import record, write_trace
 
 from monta_megatron.planner.model import Model, load_model
 from monta_megatron.tools import place
 from monta_megatron.tools.place import read_trace
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-
-
-def write_trace(folder: Path, rank: int, records: list[dict[str, object]]) -> None:
-    lines = [json.dumps({"step": 0, "rank": rank, **record}) for record in records]
-    (folder / f"router_trace_rank{rank}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 @pytest.fixture
@@ -35,14 +31,13 @@ def experts_of(rows: tuple[NDArray[np.bool_], NDArray[np.bool_]]) -> tuple[list[
     return training, held_out
 
 
-def top1(layer: int, *experts: int, block: str = "decoder") -> dict[str, object]:
-    indices = [[expert] for expert in experts]
-    return {"block": block, "layer": layer, "num_tokens": len(indices), "top_indices": indices}
+def top1(layer: int, *experts: int) -> dict[str, object]:
+    return record(layer, [[expert] for expert in experts])
 
 
 def test_the_last_tokens_of_every_rank_are_held_out(tmp_path: Path, model: Model) -> None:
     """Two ranks, two layers, two steps; layers of multi-token prediction are left out."""
-    mtp = top1(0, 3, 3, block="mtp")
+    mtp = top1(0, 3, 3) | {"block": "mtp"}
     write_trace(tmp_path, 0, [top1(0, 0, 1), top1(1, 2, 3), mtp, top1(0, 0, 0, 0), top1(1, 3, 3)])
     write_trace(tmp_path, 1, [top1(0, 2, 2), top1(1, 1, 1), mtp, top1(0, 1, 1), top1(1, 0, 0)])
     layers = read_trace(tmp_path, model, 1)
