@@ -66,7 +66,7 @@ KNOWN: dict[str, bool | str] = {
     r"scripts/quickstart\.sh --pairs \d+": "a measurement of minutes, on a quiet machine",
     r"\.venv/bin/python scripts/quickstart/experts_pipelined\.py .*": "a measurement of minutes",
     r"(RATES=\S.* )?scripts/benchmark_sweep\.sh .*": "a measurement of hours",
-    r"bash src/monta_megatron/tools/launch/start\.sh .*": "tests/launch/test_on_slurm.py",
+    r"bash src/monta_megatron/tools/launch/start\.sh .*": "tests/slurm/test_on_slurm.py",
     r"(docker|apptainer) build .*|(docker run|apptainer exec) .* monta doctor": "needs containers",
     r"MONTA_PROJECT_URL=\S+ python -m build": "only a release has a URL",
     r"pip install .*|source \.venv/bin/activate|pre-commit install": "the tests run in it",

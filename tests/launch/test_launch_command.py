@@ -4,23 +4,19 @@ import difflib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import golden
 import pytest
 import yaml
 from commands import Monta
 from published_configs import CONFIGS as PUBLISHED
+from run_files import CONFIGS, MIXTRAL, QUICKSTART, edited
 
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import Run, checked, prepare
-from monta_megatron.tools.launch.run_config import from_words
 from monta_megatron.tools.launch.start import choose_start, run_script, start_command
 
 GOLDEN = Path(__file__).parent / "golden"
-CONFIGS = Path(__file__).parents[2] / "configs"
-QUICKSTART = str(CONFIGS / "runs" / "quickstart.yaml")
-MIXTRAL = str(CONFIGS / "runs" / "mixtral_8x7b.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +31,6 @@ def ready(file: str, *words: str) -> Run:
     return prepare(file, words, None, dry_run=True)
 
 
-def without_paths(text: str) -> str:
-    names = {sys.executable: "PYTHON", Path().absolute(): "FOLDER", CONFIGS.parent: "REPOSITORY"}
-    for path, name in names.items():
-        text = text.replace(str(path), name)
-    return text
-
-
 def described(run: Run) -> list[str]:
     """run.sh, notes, and what is planned for."""
     lines = [*run_script(run).splitlines(), *(f"note: {note}" for note in run.notes)]
@@ -49,51 +38,31 @@ def described(run: Run) -> list[str]:
         shape, at = run.plan.shape, f"{run.plan.chain} in {run.plan.num_chunks} on"
         lines.append(f"plan: {at} {run.plan.cluster}, nodes {shape.layout.nodes}")
         lines.append(f"plan: {shape.tokens_per_rank} tokens of a rank")
+    names = {sys.executable: "PYTHON", Path().absolute(): "FOLDER", CONFIGS.parent: "REPOSITORY"}
+    for path, name in names.items():
+        lines = [line.replace(str(path), name) for line in lines]
     return lines
 
 
-# Changes of a file, and words of a command line.
-CHANGES: list[tuple[str, dict[str, int], str]] = [
-    # Defaults are under the file, and that under the words.
-    (MIXTRAL, {}, "--lr 3e-4 --mtp-num-layers=1 --log_throughput false"),
-    (MIXTRAL, {}, "--mock-data false --data-path 0.3 /data/a 0.7 /data/b"),
-    # A parallel size changes the layout.
-    (MIXTRAL, {}, "--pipeline-model-parallel-size 1 --expert-tensor-parallel-size=2"),
-    (MIXTRAL, {}, "--pipeline-model-parallel-size 1 --expert-model-parallel-size 4"),
-    # The script's own; stock's dispatcher without our options.
-    (QUICKSTART, {}, "--record elsewhere --moe-token-dispatcher-type alltoall"),
-    (MIXTRAL, {}, "--seq-length 8192 --micro-batch-size 2"),
-    # EP 2 on nodes of 3: ranks 2-3 alone, in the middle, lie on two nodes.
-    (
-        MIXTRAL,
-        {"nodes": 2, "ranks_per_node": 3, "ep": 2},
-        "--moe-monta-ranks-per-node 3 --moe-monta-cluster emulated_2x4_500mbit",
-    ),
-    # Hosts of 4 ranks share the link of their rack, of which a job may use a part.
-    (
-        MIXTRAL,
-        {"nodes": 4, "ranks_per_node": 4, "ep": 8},
-        "--moe-monta-cluster gb200_nvl72",
-    ),
-    (MIXTRAL, {}, "--moe-monta-cluster gb200_nvl72"),
-]
-
-
 def test_words_win_over_the_file(tmp_path: Path) -> None:
-    """Lines that they remove and add."""
-    text = ""
-    for file, layout, words in CHANGES:
+    """Lines that they remove and add, and sizes of the layout.
+
+    Defaults are under the file, and that under the words, of which a parallel size changes the
+    layout. EP 2 on nodes of 3: ranks 2-3 alone, in the middle, lie on two nodes. Hosts of 4 ranks
+    share the link of their rack, of which a job may use a part.
+    """
+
+    def answer(command: str) -> str:
+        start_of, _, words = command.partition(" -- ")
+        _, name, *layout = start_of.split()
+        file = str(CONFIGS / "runs" / f"{name}.yaml")
+        sizes = {size: int(number) for size, number in (each.split("=") for each in layout)}
         before = described(ready(edited(tmp_path, file=file)))
-        changes = [("layout", layout)] if layout else []
+        changes = [("layout", sizes)] if sizes else []
         after = described(ready(edited(tmp_path, *changes, file=file), *words.split()))
-        lines = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
-        text += "\n".join([f"{Path(file).stem} {layout or ''} -- {words}", *lines, ""])
-    golden.check(GOLDEN / "words.txt", without_paths(text))
+        return "\n".join(line for line in difflib.ndiff(before, after) if line[0] in "+-")
 
-
-def test_words_of_a_command_line() -> None:
-    arguments = from_words(["--a", "-1", "2", "--b", "--c_d=x=y", "--e", "false"])
-    assert arguments == {"a": ["-1", "2"], "b": True, "c-d": "x=y", "e": False}
+    golden.check_session(GOLDEN / "words.txt", answer)
 
 
 def test_run_directory_explains_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +117,7 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
 )
 def test_run_script(file: str, words: list[str]) -> None:
     text = "\n".join([*described(ready(file, *words)), ""])
-    golden.check(GOLDEN / f"run_{Path(file).stem}.txt", without_paths(text))
+    golden.check(GOLDEN / f"run_{Path(file).stem}.txt", text)
 
 
 def test_a_job_that_is_not_requeued_is_said(monta: Monta) -> None:
@@ -162,7 +131,6 @@ def test_start_by_nodes() -> None:
     one, two = ready(QUICKSTART), ready(MIXTRAL)
     assert choose_start(None, one, dry_run=True) == "torchrun"
     assert choose_start(None, two, dry_run=True) == "sbatch"
-    assert "--exclusive" in start_command("srun", two)
     assert start_command("none", two) == []
     with pytest.raises(ValueError, match="--start: got torchrun"):
         choose_start("torchrun", two, dry_run=True)
@@ -182,54 +150,13 @@ def test_without_a_parser_a_note_says_so(tmp_path: Path) -> None:
     assert run.megatron is None
 
 
-def edited(
-    folder: Path, *changes: tuple[str, str, Any] | tuple[str, Any], file: str = QUICKSTART
-) -> str:
-    """A run file with values changed; None leaves a key out."""
-    data = yaml.safe_load(Path(file).read_text())
-    for name in {"script", "model", "cluster"} & data.keys():
-        data[name] = str((CONFIGS / "runs" / data[name]).resolve())
-    for *keys, value in changes:
-        inner = data
-        for key in keys[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[keys[-1]] = value
-        if value is None:
-            del inner[keys[-1]]
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(data, sort_keys=False))
-    return str(path)
-
-
-# Changes of the file.
-BAD: list[tuple[Any, ...]] = [
-    ("megatorn", {}),
-    ("layout", None),
-    ("name", "a/b"),
-    ("layout", "tp", 8),
-    ("layout", {"nodes": 1, "ranks_per_node": 3, "ep": 3}),
-    ("layout", {"nodes": 4, "ranks_per_node": 4}),
-    ("layout", {"nodes": 1, "ranks_per_node": 8}),
-    ("script", "none.py"),
-    ("script", None),
-    ("megatron", "save", "${NONE}/x"),
-    ("setup", "load"),
-    ("slurm", "container", {}),
-]
-
-
 def test_bad_run_files(tmp_path: Path, monta: Monta) -> None:
-    lines = {
-        " ".join(map(str, change)): monta.refusal("launch", edited(tmp_path, change))
-        for change in BAD
-    }
-    lines = {name: line.replace(f"{tmp_path}/", "") for name, line in lines.items()}
-    golden.check_lines(GOLDEN / "bad_run_files.txt", lines)
+    """Keys with values that they have instead; others are in unit/mistakes."""
+
+    def answer(change: str) -> str:
+        keys, _, value = change.partition(": ")
+        file = edited(tmp_path, (*keys.split("."), yaml.safe_load(value)))
+        return monta.refusal("launch", file).replace(f"{tmp_path}/", "")
+
+    golden.check_cases(GOLDEN / "bad_run_files.txt", answer)
     assert not Path("runs").exists()
-
-
-def test_a_folder_with_files_is_no_run_directory(tmp_path: Path, monta: Monta) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    line = monta.refusal("launch", QUICKSTART, "--run-directory", tmp_path)
-    assert f"--run-directory: got {tmp_path}, must be" in line
-    assert (tmp_path / "notes.txt").read_text() == "mine" and not Path("runs").exists()

@@ -4,6 +4,8 @@ On the meta device: a layer of each kind, and the others counted like it.
 """
 
 import sys
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -18,19 +20,21 @@ from published_configs import (
 )
 
 from monta_megatron.planner.model import Model
+from monta_megatron.tools.launch.run_config import words_of
 
 pytest.importorskip("megatron.training")
 
 # How they are computed is no matter of a count; a softmax with weights needs Transformer Engine.
 PLAIN = "--transformer-impl local --no-rope-fusion --no-persist-layer-norm"
 PLAIN += " --no-gradient-accumulation-fusion --micro-batch-size 1 --seq-length 64 --bf16"
+PLAIN += " --num-layers 2 --moe-layer-freq [0,1]"
 # Nor are rotations; the numbers leave multi-token prediction out.
-LEFT_OUT = ("moe-layer-freq", "softmax-type", "window-size", "window-attn-skip-freq")
+LEFT_OUT = ("num-layers", "moe-layer-freq", "softmax-type", "window-size", "window-attn-skip-freq")
 LEFT_OUT += ("no-rope-freq", "mtp-num-layers", "seq-length", "micro-batch-size", "bf16")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Any:
+def one_rank() -> Iterator[None]:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -41,28 +45,19 @@ def one_rank() -> Any:
     dist.destroy_process_group()
 
 
-def words_of(model: Model, layers: list[int]) -> list[str]:
-    arguments: dict[str, Any] = {
-        **{name: value for name, value in model.arguments.items() if name not in LEFT_OUT},
-        "num-layers": len(layers),
-        "moe-layer-freq": str(layers).replace(" ", ""),
-    }
-    if "multi-latent-attention" in arguments and "q-lora-rank" not in arguments:
-        # Without Transformer Engine there is no norm of queries that are not factored.
-        del arguments["qk-layernorm"]
-    words = PLAIN.split()
-    for name, value in arguments.items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return words
-
-
-def num_parameters(model: Model, layers: list[int], monkeypatch: pytest.MonkeyPatch) -> int:
+def built(model: Model, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A dense layer and one with experts between embedding and output."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.training.arguments import core_transformer_config_from_args, parse_args
 
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words_of(model, layers)])
+    given = {name: value for name, value in model.arguments.items() if name not in LEFT_OUT}
+    if "multi-latent-attention" in given and "q-lora-rank" not in given:
+        # Without Transformer Engine there is no norm of queries that are not factored.
+        del given["qk-layernorm"]
+    words = [*PLAIN.split(), *chain.from_iterable(words_of(given))]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "meta")
     # Megatron's own core of attention, which has no weights, knows no latent attention.
     core = DotProductAttention.__init__
@@ -77,7 +72,7 @@ def num_parameters(model: Model, layers: list[int], monkeypatch: pytest.MonkeyPa
     arguments.use_cpu_initialization, arguments.perform_initialization = True, False
     config = core_transformer_config_from_args(arguments)
     with torch.device("meta"):
-        built = GPTModel(
+        return GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_decoder_block_spec(
                 config, use_transformer_engine=False, normalization=arguments.normalization
@@ -87,17 +82,17 @@ def num_parameters(model: Model, layers: list[int], monkeypatch: pytest.MonkeyPa
             position_embedding_type="rope",
             share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
         )
-    return sum(parameter.numel() for parameter in built.parameters())
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - NEEDS_TRANSFORMER_ENGINE))
 def test_the_model_has_the_published_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 2% of a checkpoint, or of the class of its family where that is rounded."""
     model = model_of_config(CONFIGS[name], name)
-    one = num_parameters(model, [1], monkeypatch)
-    moe = num_parameters(model, [1, 1], monkeypatch) - one
+    whole = built(model, monkeypatch)
+    total, dense, sparse = (
+        sum(parameter.numel() for parameter in part.parameters())
+        for part in (whole, *whole.decoder.layers)
+    )
     num_moe = sum(model.moe_layers)
-    num_dense = model.num_layers - num_moe
-    dense = num_parameters(model, [0, 1], monkeypatch) - one if num_dense else 0
-    total = one + moe * (num_moe - 1) + dense * num_dense
+    total += (model.num_layers - num_moe - 1) * dense + (num_moe - 1) * sparse
     assert total == pytest.approx({**NUM_PARAMETERS, **OF_THE_CLASS}[name], rel=0.02)

@@ -1,28 +1,28 @@
-"""The scripts of scripts/slurm/ on a Slurm of two nodes, with CPU ranks."""
+"""scripts/slurm/, start.sh and a requeued training on a Slurm of two nodes, with CPU ranks."""
 
-import importlib.util
 import json
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import rank_programs
+import yaml
+from commands import needs_training
 from interrupts import processes_with
-from slurm_cluster import KILL_WAIT_S, Cluster, missing, running_cluster
+from slurm_cluster import JOB_LIMIT_S, Cluster
+from test_start_script import FIRST, PLACES
+from tuning_results import ALLTOALL, logged_result
 
+from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.tools.launch.start import START
+from monta_megatron.tools.launch import start
+from monta_megatron.tools.launch.prepare import prepare
+from monta_megatron.tools.launch.start import START, start_command
 
-if reason := missing():
-    pytest.skip(f"no Slurm: {reason}", allow_module_level=True)
+pytestmark = pytest.mark.timeout(3 * JOB_LIMIT_S)
 
-ROOT = Path(__file__).parents[2]
-SLURM, QUICKSTART = ROOT / "scripts" / "slurm", ROOT / "scripts" / "quickstart"
-RANKS = Path(__file__).with_name("slurm_ranks.py")
-
-# Seconds; a job takes about 20 where nothing else runs.
-JOB_LIMIT_S = 200
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+RANKS = rank_programs.__file__
 
 ITERATIONS, SIGNALLED_ITERATION = 5, 2
 TRAINING = f"""
@@ -33,129 +33,101 @@ TRAINING = f"""
     --tensor-model-parallel-size 2 --sequence-parallel
     --expert-model-parallel-size 2 --expert-tensor-parallel-size 2
     --micro-batch-size 2 --global-batch-size 4 --lr 5e-3 --seed 7
-    --tokenizer-type NullTokenizer --vocab-size 256 --split 100,0,0
+    --tokenizer-type NullTokenizer --vocab-size 256 --mock-data --split 100,0,0
     --train-iters {ITERATIONS} --eval-iters 0 --eval-interval 100 --log-interval 1
-    --distributed-timeout-minutes 2 --record record.jsonl
+    --distributed-timeout-minutes 2 {" ".join(CPU_RANKS_ARGUMENTS)}
 """
 # The format that starts no further processes to write with.
-CHECKPOINTS = "--save checkpoint --load checkpoint --save-interval 100 --ckpt-format torch"
+CHECKPOINTS = "--save {0} --load {0} --save-interval 100 --ckpt-format torch --exit-signal-handler"
 
 
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Cluster]:
-    with running_cluster() as cluster:
-        yield cluster
-
-
-def complete(slurm: Cluster, job: str, folder: Path) -> str:
-    """The log of a job that has to end well."""
-    fields = slurm.wait(job, JOB_LIMIT_S)
-    log = (folder / f"{job}.log").read_text()
-    assert (fields["JobState"], fields["ExitCode"]) == ("COMPLETED", "0:0"), f"{fields}\n{log}"
-    return log
-
-
-def losses(folder: Path) -> list[float]:
+def losses(record: Path) -> list[float]:
     """Unrounded, those of all starts of the job."""
-    record = folder / "record.jsonl"
     lines = record.read_text().splitlines() if record.exists() else []
     return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 
 
-def printed_iterations(log: str) -> list[int]:
-    return [int(number) for number in re.findall(r"iteration +(\d+)/.* lm loss: ", log)]
+def printed_iterations(log: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"iteration +(\d+)/.* lm loss: ", log.read_text())]
 
 
-@pytest.mark.timeout(3 * JOB_LIMIT_S)
+@needs_training
 def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
     slurm: Cluster, tmp_path: Path
 ) -> None:
-    if importlib.util.find_spec("megatron.training") is None:
-        pytest.skip("needs megatron.training: pip install 'megatron-core[training]>=0.19'")
-    from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
+    whole, parts, run_file = (tmp_path / name for name in ("whole", "parts", "run.yaml"))
 
-    sys.path.insert(0, str(QUICKSTART))
-    try:
-        import prepare_text
-    finally:
-        sys.path.remove(str(QUICKSTART))
-    texts = [b"Token %d travels to its experts and back. " % number * 20 for number in range(50)]
-    data = ("--data-path", str(prepare_text.prepare(texts, tmp_path / "data")))
-    training = (*TRAINING.split(), *CPU_RANKS_ARGUMENTS, *data)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
-    parts.mkdir()
-
-    # Step 1: without an interruption.
-    script = (str(SLURM / "train.sbatch"), str(QUICKSTART / "train.py"))
-    job = slurm.submit(whole, *script, *training, RANKS_PER_NODE="2")
-    log = complete(slurm, job, whole)
+    # Step 1: without an interruption, by train.sbatch.
+    script = (str(SCRIPTS / "slurm" / "train.sbatch"), str(SCRIPTS / "quickstart" / "train.py"))
+    words = f"{TRAINING} --record {whole}".split()
+    job, log = slurm.submit(tmp_path, *script, *words, RANKS_PER_NODE="2")
+    slurm.complete(job, log)
     assert printed_iterations(log) == list(range(1, ITERATIONS + 1))
     assert len(losses(whole)) == ITERATIONS
 
-    # Step 2: with what Slurm sends to the batch script near the time limit.
-    script = (
-        *(str(SLURM / "train.sbatch"), str(Path(__file__).with_name("pausing_train.py"))),
-        str(SIGNALLED_ITERATION),
-    )
-    checkpoints = CHECKPOINTS.split()
-    job = slurm.submit(parts, *script, *training, *checkpoints, RANKS_PER_NODE="2")
-    slurm.wait_until(job, lambda: len(losses(parts)) >= SIGNALLED_ITERATION, JOB_LIMIT_S)
+    # Step 2: by run.sh, with what Slurm sends to the batch script near the time limit.
+    windows = [*FIRST, ((0, 1), 1000, ALLTOALL), ((2, 3), 1001, ALLTOALL)]
+    says = "|".join(logged_result(*window) for window in windows)
+    run = {
+        **{"name": "parts", "script": str(Path(__file__).with_name("pausing_train.py"))},
+        **{"layout": {"nodes": 2, "ranks_per_node": 2}, "megatron": {}},
+        "environment": {"PAUSES_AFTER": SIGNALLED_ITERATION, "SAYS": says},
+    }
+    run_file.write_text(yaml.safe_dump(run))
+    words = f"{TRAINING} --record {parts} {CHECKPOINTS.format(tmp_path / 'saved')}".split()
+    prepared = prepare(str(run_file), words, tmp_path / "run", dry_run=False)
+    start.write(prepared)
+    job = slurm.call(*start_command("sbatch", prepared)).strip()
+    log = prepared.directory / "logs" / f"{job}.log"
+    slurm.wait_until(job, lambda: len(losses(parts)) >= SIGNALLED_ITERATION)
     slurm.call("scancel", "--batch", "--signal=USR1", job)
-    log = complete(slurm, job, parts)
-    assert slurm.state(job)["Restarts"] == "1"
-    assert f"job {job} is requeued" in log
-    assert "successfully loaded checkpoint" in log
+    assert slurm.complete(job, log)["Restarts"] == "1"
+    first, second = log.read_text().split(f"job {job} is requeued")
+    assert "successfully loaded checkpoint" in second
     assert printed_iterations(log) == list(range(1, ITERATIONS + 1))
     assert losses(parts) == losses(whole)
+    # The second start has the flags that the second tuning windows pinned.
+    assert f"pinned by the second tuning windows: {ALLTOALL.flags}\n" in second
+    assert f"monta: {ALLTOALL.name}" in second and f"monta: {ALLTOALL.name}" not in first
 
 
-@pytest.mark.timeout(JOB_LIMIT_S)
 def test_cancelled_job_leaves_no_process(slurm: Cluster, tmp_path: Path) -> None:
-    job = slurm.submit(
-        tmp_path, "--nodes=2", str(START), "--ranks-per-node", "2", "--", str(RANKS), "linger"
+    job, log = slurm.submit(
+        tmp_path, "--nodes=2", str(START), "--ranks-per-node", "2", "--", RANKS, "linger"
     )
-    log = tmp_path / f"{job}.log"
-    slurm.wait_until(
-        job, lambda: log.exists() and log.read_text().count("lingers") == 4, JOB_LIMIT_S
-    )
+    slurm.wait_until(job, lambda: log.exists() and log.read_text().count("lingers") == 4)
     # On each node: torchrun and two ranks with a child each; besides, the shells and srun.
     assert len(processes_with(SLURM_JOB_ID=job)) >= 10
     slurm.call("scancel", job)
-    assert slurm.wait(job, 3 * KILL_WAIT_S)["JobState"] == "CANCELLED"
-    slurm.wait_until(job, lambda: not processes_with(SLURM_JOB_ID=job), KILL_WAIT_S)
+    assert slurm.wait(job)["JobState"] == "CANCELLED"
+    slurm.wait_until(job, lambda: not processes_with(SLURM_JOB_ID=job))
 
 
-@pytest.mark.timeout(JOB_LIMIT_S)
 def test_calibrate(slurm: Cluster, tmp_path: Path) -> None:
     arguments = ("--out", "cluster.yaml", "--budget-seconds", "1", "--nics-per-node", "1")
-    script = (str(SLURM / "calibrate.sbatch"), *arguments)
-    complete(slurm, slurm.submit(tmp_path, *script, RANKS_PER_NODE="2"), tmp_path)
+    script = str(SCRIPTS / "slurm" / "calibrate.sbatch")
+    slurm.complete(*slurm.submit(tmp_path, script, *arguments, RANKS_PER_NODE="1"))
     cluster = load_cluster(tmp_path / "cluster.yaml")
-    assert (cluster.num_nodes, cluster.ranks_per_node) == (2, 2)
+    assert (cluster.num_nodes, cluster.ranks_per_node) == (2, 1)
 
 
-@pytest.mark.timeout(JOB_LIMIT_S)
 def test_bench(slurm: Cluster, tmp_path: Path) -> None:
     sizes = "--experts 4 --top-k 2 --hidden 32 --tokens 16 --repeats 1"
     arguments = f"{sizes} --stock alltoall --chains alltoall_dedup --num-chunks 1 --phase forward"
-    script = (str(SLURM / "bench.sbatch"), *arguments.split())
-    log = complete(slurm, slurm.submit(tmp_path, *script, RANKS_PER_NODE="1"), tmp_path)
-    assert "alltoall_dedup" in log
+    script = str(SCRIPTS / "slurm" / "bench.sbatch")
+    job, log = slurm.submit(tmp_path, script, *arguments.split(), RANKS_PER_NODE="1")
+    slurm.complete(job, log)
+    assert "alltoall_dedup" in log.read_text()
 
 
-@pytest.mark.timeout(JOB_LIMIT_S)
-def test_one_task_per_rank(slurm: Cluster, tmp_path: Path) -> None:
+def test_one_task_per_rank(slurm: Cluster) -> None:
     srun = ("srun", "--nodes=2", "--ntasks-per-node=2", "bash", str(START))
-    command = (*srun, "--ranks-per-node", "2", "--", str(RANKS))
-    places = slurm.call(*command, "place").splitlines()
-    # Rank, world size, local rank, local world size.
-    expected = [[0, 4, 0, 2], [1, 4, 1, 2], [2, 4, 0, 2], [3, 4, 1, 2]]
-    assert sorted(map(json.loads, places)) == expected
+    printed = slurm.call(*srun, "--ranks-per-node", "2", "--", RANKS, "place")
+    assert sorted(map(json.loads, printed.splitlines())) == PLACES
 
 
-@pytest.mark.timeout(JOB_LIMIT_S)
 def test_exit_status_of_a_rank_is_the_job_s(slurm: Cluster, tmp_path: Path) -> None:
-    command = ("--nodes=2", str(START), "--ranks-per-node", "1", "--", str(RANKS), "fail")
-    fields = slurm.wait(slurm.submit(tmp_path, *command), JOB_LIMIT_S)
+    command = f"--nodes=2 {START} --ranks-per-node 1 -- {RANKS} fail 1 3"
+    job, _ = slurm.submit(tmp_path, *command.split())
+    fields = slurm.wait(job)
     assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "3:0")

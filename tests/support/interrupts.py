@@ -73,6 +73,16 @@ def wait_for(process: "subprocess.Popen[str]", happened: Callable[[], bool], std
         time.sleep(0.02)
 
 
+def wait_until(
+    happened: Callable[[], bool], limit_s: float, state: Callable[[], object] = lambda: None
+) -> None:
+    """Wait for a condition; the error says the state."""
+    deadline = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < deadline, state()
+        time.sleep(0.05)
+
+
 def interrupt(process: "subprocess.Popen[str]", send: Callable[[int, int], None], mark: str) -> int:
     """The exit status after an interrupt; no process stays."""
     send(process.pid, signal.SIGINT)

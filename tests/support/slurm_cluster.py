@@ -9,16 +9,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from free_ports import free_ports
-from interrupts import processes_with
+from interrupts import processes_with, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
+# Seconds; a job takes about 20 where nothing else runs.
+JOB_LIMIT_S = 200
 START_LIMIT_S = 60
 # What outlives SIGTERM for so long, Slurm kills.
 KILL_WAIT_S = 10
@@ -27,8 +28,8 @@ RUNNING_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 # Names that resolve, as torchrun has to find the first node; Slurm takes "localhost" for the host.
 NODE_NAMES = ("127.0.0.1", "127.0.0.2")
 
-# Of each node; what a job is given where it asks for none.
-MEMORY_MB, DEFAULT_MEMORY_MB = 1000, 100
+# Of each node; files stand for its GPUs. A job that asks for no memory is given the default.
+GPUS_PER_NODE, MEMORY_MB, DEFAULT_MEMORY_MB = 2, 1000, 100
 
 CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8")
 
@@ -90,47 +91,47 @@ class Cluster:
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True)
         return done.stdout.count(" idle\n")
 
-    def submit(self, folder: Path, *arguments: str, **environment: str) -> str:
-        """sbatch ARGUMENTS with the log in `folder`; the value is the job."""
+    def submit(self, folder: Path, *arguments: str, **environment: str) -> tuple[str, Path]:
+        """sbatch ARGUMENTS in `folder`; the job, and its log there."""
         own = ("--parsable", "--output", str(folder / "%j.log"), "--time", "60")
-        return self.call("sbatch", *own, *arguments, cwd=folder, **environment).strip()
+        job = self.call("sbatch", *own, *arguments, cwd=folder, **environment).strip()
+        return job, folder / f"{job}.log"
 
     def state(self, job: str) -> dict[str, str]:
         """The fields of `scontrol show job`."""
         return dict(re.findall(r"(\w+)=(\S+)", self.call("scontrol", "show", "job", job)))
 
-    def wait(self, job: str, limit_s: float) -> dict[str, str]:
+    def wait_until(self, job: str, happened: Callable[[], bool]) -> None:
+        """Wait for what a job does."""
+        wait_until(happened, JOB_LIMIT_S, lambda: self.state(job))
+
+    def wait(self, job: str) -> dict[str, str]:
         """The fields of a job that has ended."""
-        self.wait_until(job, lambda: self.state(job)["JobState"] not in RUNNING_STATES, limit_s)
+        self.wait_until(job, lambda: self.state(job)["JobState"] not in RUNNING_STATES)
         return self.state(job)
 
-    def wait_until(self, job: str, happened: Callable[[], bool], limit_s: float) -> None:
-        """Wait for what a job does."""
-        deadline = time.monotonic() + limit_s
-        while not happened():
-            assert time.monotonic() < deadline, self.state(job)
-            time.sleep(0.2)
+    def complete(self, job: str, log: Path) -> dict[str, str]:
+        """The fields of a job that has to end well."""
+        fields = self.wait(job)
+        ended = fields["JobState"], fields["ExitCode"]
+        assert ended == ("COMPLETED", "0:0"), f"{fields}\n{log.read_text()}"
+        return fields
 
 
 @contextmanager
-def running_cluster(gpus_per_node: int = 0) -> Iterator[Cluster]:
-    """A cluster with both nodes idle; its daemons and its folder end with the context.
-
-    Args:
-        gpus_per_node: files that stand for its GPUs. With some, memory is shared out too.
-    """
+def running_cluster() -> Iterator[Cluster]:
+    """A cluster with both nodes idle; its daemons and its folder end with the context."""
     # Not pytest's folder: the path of a socket is short.
     folder = Path(tempfile.mkdtemp(prefix="monta-slurm-"))
     (folder / "state").mkdir()
-    gpus = [folder / f"gpu{number}" for number in range(gpus_per_node)]
+    gpus = [folder / f"gpu{number}" for number in range(GPUS_PER_NODE)]
     for gpu in gpus:
         gpu.touch()
     (folder / "gres.conf").write_text("".join(f"Name=gpu File={gpu}\n" for gpu in gpus))
     text = CONFIGURATION.format(
         memory_mb=MEMORY_MB,
-        gres=f"Gres=gpu:{gpus_per_node}" if gpus else "",
-        default_memory=f"DefMemPerNode={DEFAULT_MEMORY_MB}" if gpus else "",
-        shared="CR_Core_Memory" if gpus else "CR_Core",
+        default_memory_mb=DEFAULT_MEMORY_MB,
+        gpus=GPUS_PER_NODE,
         host=socket.gethostname(),
         ports=free_ports(3),
         user=getpass.getuser(),
@@ -151,12 +152,16 @@ def running_cluster(gpus_per_node: int = 0) -> Iterator[Cluster]:
     ]
     cluster = Cluster(folder)
     daemons = []
+
+    def logs() -> str:
+        return "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in folder.glob("*.log"))
+
     try:
         daemons.append(cluster.daemon(*munged))
-        _wait_until((folder / "munge.socket").exists, folder)
+        wait_until((folder / "munge.socket").exists, START_LIMIT_S, logs)
         daemons.append(cluster.daemon("slurmctld", "-D"))
         daemons += [cluster.daemon("slurmd", "-D", "-N", name) for name in NODE_NAMES]
-        _wait_until(lambda: cluster.idle_nodes() == len(NODE_NAMES), folder)
+        wait_until(lambda: cluster.idle_nodes() == len(NODE_NAMES), START_LIMIT_S, logs)
         yield cluster
     finally:
         _end_all(folder)
@@ -165,22 +170,12 @@ def running_cluster(gpus_per_node: int = 0) -> Iterator[Cluster]:
         shutil.rmtree(folder)
 
 
-def _wait_until(condition: Callable[[], bool], folder: Path) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            logs = (f"{log.name}:\n{log.read_text()[-2000:]}" for log in folder.glob("*.log"))
-            raise TimeoutError("Slurm does not start\n" + "\n".join(logs))
-        time.sleep(0.1)
-
-
 def _end_all(folder: Path) -> None:
     """End the daemons and whatever they have started, as nothing of it may be left."""
     ours = {"SLURM_CONF": f"{folder}/slurm.conf"}
     for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + KILL_WAIT_S
         for process in processes_with(**ours):
             with suppress(ProcessLookupError):
                 os.kill(process, number)
-        while processes_with(**ours) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        with suppress(AssertionError):
+            wait_until(lambda: not processes_with(**ours), KILL_WAIT_S)

@@ -1,16 +1,13 @@
-"""What the tests run on the emulated cluster: `programs.py NAME ARGUMENTS...`, once per rank."""
+"""What ranks do in the tests of what starts them: `rank_programs.py NAME ARGUMENTS...`."""
 
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
 import time
-
-from monta_megatron.common import strict_yaml
-from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.planner.cluster import Cluster
 
 RANK = int(os.environ.get("RANK", "0"))
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -19,8 +16,20 @@ NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 BYTES_OF_RANK_0 = bytes(range(256))
 
 
+def place() -> None:
+    """Say where this rank is, which has to know where the first one is."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    line = json.dumps([int(os.environ[name]) for name in names])
+    # In one piece, as ranks share the pipe.
+    os.write(1, f"{line}\n".encode())
+
+
 def write() -> None:
-    """Rank 0 writes bytes; every rank says where it is."""
+    """Rank 0 writes bytes; every rank says what it is given on an emulated cluster."""
+    from monta_megatron.common import strict_yaml
+    from monta_megatron.planner.cluster import Cluster
+
     os.write(1, BYTES_OF_RANK_0 if RANK == 0 else b"a line on standard output\n")
     names = ("GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", "MONTA_CPU_RANKS", "OMP_NUM_THREADS")
     values = {name: os.environ[name] for name in names}
@@ -67,26 +76,26 @@ def exchange(num_bytes: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from monta_megatron.emulation.cluster import EmulatedCluster
     from monta_megatron.emulation.node_memory import neighbours_of
 
     dist.init_process_group("gloo")
     cluster = EmulatedCluster.from_environment()
-    assert cluster is not None
+    assert cluster is not None and dist.group.WORLD is not None
     rows = torch.full((int(num_bytes) // 4,), float(RANK))
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows)
     assert received.view(NUM_RANKS, -1)[:, 0].tolist() == list(range(NUM_RANKS))
     # Ranks of this node talk through memory; the network is for the others.
-    first = RANK - int(os.environ["LOCAL_RANK"])
-    own_node = set(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])))
-    assert dist.group.WORLD is not None
+    local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    own_node = {RANK - local_rank + other for other in range(num_local)}
     assert neighbours_of(dist.group.WORLD).positions == own_node - {RANK}
     dist.barrier()
     before = cluster.sent_bytes()
     dist.barrier()  # or a faster rank's bytes would count as sent before
     dist.all_to_all_single(received, rows)
     dist.barrier()
-    if int(os.environ["LOCAL_RANK"]) == 0:
+    if local_rank == 0:
         print(cluster.sent_bytes() - before)
     dist.barrier()
 
@@ -96,14 +105,14 @@ def fail(rank: str, status: str) -> None:
     if int(rank) == RANK:
         print("no more of this", file=sys.stderr)
         sys.exit(int(status))
-    time.sleep(1000)
+    signal.pause()
 
 
 def linger() -> None:
-    """Go on, with a child in a session of its own."""
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    print("started", flush=True)
-    time.sleep(1000)
+    """Stay, with a child in a session of its own."""
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    os.write(1, b"lingers\n")
+    child.wait()
 
 
 if __name__ == "__main__":
