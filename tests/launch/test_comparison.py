@@ -5,7 +5,7 @@ import math
 import pytest
 
 from monta_megatron.tools.compare import (
-    Progress,
+    IterationLines,
     compare,
     interleaved,
     megatron_words,
@@ -72,7 +72,7 @@ def test_a_log_without_losses_has_no_difference() -> None:
 def test_time_and_loss_are_told_while_it_runs() -> None:
     """Output comes in pieces that end anywhere."""
     told: list[str] = []
-    progress = Progress("monta-1", told.append)
+    progress = IterationLines("monta-1", told.append)
     for first in range(0, len(LOG), 7):
         progress.write(LOG[first : first + 7].encode())
     times = [(1, "90.0 ms, loss 5.5"), (2, "81.4 ms, loss nan"), (3, "80.0 ms, loss nan")]

@@ -137,7 +137,7 @@ def test_calibrate(slurm: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(JOB_LIMIT_S)
 def test_bench(slurm: Cluster, tmp_path: Path) -> None:
-    sizes = "--experts 4 --top-k 2 --hidden 32 --tokens 16 --repeats 1 --warmup 1"
+    sizes = "--experts 4 --top-k 2 --hidden 32 --tokens 16 --repeats 1"
     arguments = f"{sizes} --stock alltoall --chains alltoall_dedup --num-chunks 1 --phase forward"
     script = (str(SLURM / "bench.sbatch"), *arguments.split())
     log = complete(slurm, slurm.submit(tmp_path, *script, RANKS_PER_NODE="1"), tmp_path)

@@ -205,7 +205,6 @@ def run_bench(parsed: argparse.Namespace) -> int:
           monta bench --experts 64 --top-k 8 --hidden 1024 --tokens 512 --json
     many points and their tables: benchmarks/sweep.py in the repository
     """
-
     from monta_megatron.common.files import check_can_be_written
 
     def measure() -> int:

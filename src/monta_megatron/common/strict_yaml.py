@@ -75,7 +75,7 @@ def build(cls: type[T], data: Any, file: str, lines: Mapping[str, int] | None = 
 
 
 def dump(instance: Any) -> str:
-    """A dataclass as YAML that `load` reads back; defaults are written too."""
+    """A dataclass, or plain data, as YAML that `load` reads back; defaults are written too."""
     return yaml.dump(plain(instance), Dumper=_Dumper, sort_keys=False, width=100)
 
 

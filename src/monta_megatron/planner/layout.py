@@ -18,13 +18,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from monta_megatron.chains.chain import MOST_TOKENS
 from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
 from monta_megatron.planner.model import HYBRID_PATTERNS, Model, Reader
 from monta_megatron.planner.routing import UniformRouting
-
-# An index of rows has 32 bits.
-MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)

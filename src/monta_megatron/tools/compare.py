@@ -16,7 +16,6 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from monta_megatron.common import files, strict_yaml
-from monta_megatron.common.files import write_whole
 from monta_megatron.common.text import size_text, table
 from monta_megatron.common.torchrun import why_ended
 from monta_megatron.tools.launch.prepare import checked, free_directory, prepare
@@ -162,7 +161,7 @@ def run_trainings(
     # Step 3: compare.
     rows = [compare(name, logs[STOCK], own) for name, own in logs.items()]
     report = ComparisonReport(rows=rows, left_out=left_out, directory=directory)
-    write_whole(directory / "compare.json", json.dumps(report.document(), indent=2) + "\n")
+    files.write_whole(directory / "compare.json", json.dumps(report.document(), indent=2) + "\n")
     return report
 
 
@@ -188,7 +187,7 @@ def megatron_words(given: Sequence[str], dispatcher: str, iterations: int) -> li
     ]
 
 
-class Progress(io.BytesIO):
+class IterationLines(io.BytesIO):
     """Output of a training's ranks, which tells time and loss of each iteration."""
 
     def __init__(self, name: str, tell: Tell) -> None:
@@ -216,7 +215,7 @@ def train(file: str, words: Sequence[str], folder: Path, force: bool, tell: Tell
     write(run)
     tell(f"{folder.name} starts")
     path = folder / "logs" / "run.log"
-    status = run_and_log(start_command(start, run), path, Progress(folder.name, tell))
+    status = run_and_log(start_command(start, run), path, IterationLines(folder.name, tell))
     if status != 0:
         raise ValueError(f"{folder.name} failed, {why_ended(status, path)}; log: {path}")
     log = read_log(path.read_text(encoding="utf-8", errors="replace"))

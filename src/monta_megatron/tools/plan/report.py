@@ -10,10 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from monta_megatron.common import files, strict_yaml
-from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import require
 from monta_megatron.common.text import counted, size_text, table
 from monta_megatron.core import Choice
@@ -227,8 +224,8 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
         "slurm": {"options": {"gpus-per-node": on_host}},
         "megatron": {name: value for name, value in megatron.items() if value},
     }
-    text = yaml.safe_dump(data, sort_keys=False, width=100)
-    write_whole(path, f"# Written by `monta plan --out`: {plan.reason}.\n{text}{TO_FILL_IN}")
+    text = strict_yaml.dump(data)
+    files.write_whole(path, f"# Written by `monta plan --out`: {plan.reason}.\n{text}{TO_FILL_IN}")
 
 
 def _place(kind: files.ConfigKind, given: str) -> str:
