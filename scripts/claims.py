@@ -6,11 +6,9 @@
     python scripts/claims.py sequences      # which chain for which sequence length
     python scripts/claims.py backends       # DeepEP and Hybrid-EP, by the rates that they publish
 
-Needs numpy and PyYAML. Times are of dispatch and combine, forward and backward, of one MoE layer
-and micro-batch.
+Times are of dispatch and combine, forward and backward, of one MoE layer and micro-batch.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any, get_args
@@ -29,15 +27,14 @@ MONTA = {"model": "monta_2x70b", "world_size": 16, "tp": 8, "ep": 2, "etp": 8}
 TOPOLOGIES = {
     "Qwen3-235B, EP 16": (
         {**QWEN, "tokens": 4096},
-        "a100_4x_hdr a100_hdr a100_pcie_hdr a800_4x200_roce gh200_4x_200g h20_8x_roce400 "
-        "h100_8x_ndr h100_efa_p5",
+        "a100_4x_hdr a100_hdr a100_pcie_hdr a800_4x200_roce gh200_4x_200g h100_8x_ndr h100_efa_p5",
     ),
     "MoNTA-2x70B, EP 2 x ETP 8": (
         {**MONTA, "seq_length": 32768},
         "a800_2x8_ib200 a100_hdr a100_pcie_hdr h100_8x_ndr h100_efa_p5",
     ),
 }
-PAIRS: dict[str, Sequence[ResourceName]] = {
+PAIRS: dict[str, tuple[ResourceName, ...]] = {
     "node link, memory": ("node_link", "memory"),
     "network, memory": ("network", "memory"),
     "network, node link": ("network", "node_link"),
@@ -70,7 +67,6 @@ def topologies() -> str:
 def contention() -> str:
     """Time of MoNTA's chain in the best of 2, 4 and 8 chunks over its time in one, by factor."""
     rows = []
-    chain = CHAINS["alltoall_allgather"]
     for preset, thousands in CONTENDED:
         shape = monta_megatron.plan(cluster=preset, seq_length=thousands * 1024, **MONTA).shape
         for name, resources in PAIRS.items():
@@ -80,7 +76,8 @@ def contention() -> str:
                 factors = tuple((a, b, factor if {a, b} <= {*resources} else 1) for a, b in pairs)
                 cluster = replace(load_cluster(preset), contention=factors)
                 serial, *pipelined = (
-                    price(shape, cluster, chain, chunks).total_us for chunks in (1, 2, 4, 8)
+                    price(shape, cluster, CHAINS["alltoall_allgather"], chunks).total_us
+                    for chunks in (1, 2, 4, 8)
                 )
                 ratios.append(f"{min(pipelined) / serial:.2f}")
             rows.append([preset, f"{thousands}K", name, *ratios])
@@ -93,8 +90,8 @@ def sequences() -> str:
     for name, (layout, preset) in SEQUENCES.items():
         for thousands in (4, 8, 16, 32, 64, 128, 256, 512):
             plan = monta_megatron.plan(cluster=preset, seq_length=thousands * 1024, **layout)
-            peak = next(each.peak_bytes for each in plan.candidates if each.rejected is None)
-            rows.append([name, f"{thousands}K", *_times(plan), size_text(peak)])
+            peak = size_text(plan.best[plan.chain].peak_bytes)
+            rows.append([name, f"{thousands}K", *_times(plan), peak])
     return table(["of", ">tokens", *TIMES, ">peak"], rows)
 
 
