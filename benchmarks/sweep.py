@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # The others are of the whole launch.
 POINT_FLAGS = FLAGS.keys() - {"ranks-per-node", "cluster"}
 FILES = (
-    ("sweep", "FILE", "the points: YAML, see docs/results.md"),
+    ("sweep", "FILE", "the points: YAML, see docs/measuring.md"),
     ("out", "FILE", "add each finished point as a line of JSON; what is there is not run again"),
     ("report", "FILE", "run nothing: tables in Markdown from what --out has written"),
     ("plot", "DIR", "draw predicted against measured times there; needs matplotlib"),

@@ -36,7 +36,7 @@ FIGURES = (
 
 def read_arguments() -> argparse.Namespace:
     """The command line, checked; a mistake ends the program with status 2."""
-    parser = Parser(description=f"{__doc__}\ndocs/launch_budget.md says what each figure counts.")
+    parser = Parser(description=f"{__doc__}\ndocs/measuring.md says what each figure counts.")
     parser.add_argument("--ep", type=int, choices=SIZES, default=16, help="expert parallel ranks")
     parser.add_argument("--chain", choices=CHAINS, default="hierarchical_alltoall")
     parser.add_argument("--num-chunks", type=int, default=1, help="chunks of each pass")

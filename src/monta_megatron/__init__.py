@@ -1,6 +1,6 @@
 """Pipelined, topology-aware expert-parallel token dispatch for Megatron-Core.
 
-Importing this package imports neither torch nor Megatron; `docs/python_api.md` shows its functions.
+Importing this package imports neither torch nor Megatron; `docs/reference.md` shows its functions.
 """
 
 from monta_megatron.common import __version__

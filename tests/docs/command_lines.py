@@ -1,35 +1,33 @@
 """Shell commands as people copy them: which arguments of `monta` they hold, and whether they parse.
 
 MONTA_CPU_RANKS=1 torchrun --nproc-per-node 4 -m monta_megatron bench --experts 16 ...
-monta emulate --nodes 2 ... -- -m monta_megatron bench ...
 monta emulate --nodes 2 ... -- monta bench ...
 monta emulate --nodes 2 ... -- benchmarks/ablation.py ...
 """
 
 import shlex
+from itertools import pairwise, takewhile
 
 import sweep
 
 from monta_megatron.cli import build_parser
 
-MODULE = ["-m", "monta_megatron"]
-
 
 def monta_arguments(command: str) -> list[list[str]]:
-    """The arguments of every `monta` in one command: its own, and that of ranks it starts.
+    """The arguments of every `monta` in one command: its own, and those of ranks that it starts.
 
-    What follows a pipe, a redirection or a comment is not monta's.
+    A script of benchmarks/ stands before its own. What follows a pipe is not monta's.
     """
-    words = shlex.split(command, comments=True)
-    for position, word in enumerate(words):
-        if word in ("|", ">"):
-            words = words[:position]
-            break
-    starts = [place for place, word in enumerate(words) if word == "monta"]
-    starts = [place for place in starts if place == starts[0] or words[place - 1] == "--"]
-    starts += [place + 1 for place in range(len(words) - 1) if words[place : place + 2] == MODULE]
-    scripts = [place for place, word in enumerate(words) if word.startswith("benchmarks/")]
-    return [words[start + 1 :] for start in starts] + [words[place:] for place in scripts]
+    split = shlex.split(command, comments=True)
+    words = list(takewhile(lambda word: word not in ("|", ">"), split))
+    found: list[list[str]] = []
+    for place, (before, word) in enumerate(pairwise(["", *words])):
+        is_monta = word == "monta" and (not found or before == "--")
+        if is_monta or (before, word) == ("-m", "monta_megatron"):
+            found.append(words[place + 1 :])
+        elif word.startswith("benchmarks/"):
+            found.append(words[place:])
+    return found
 
 
 def check_arguments(command: str) -> None:

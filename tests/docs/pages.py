@@ -23,7 +23,6 @@ PAGES = [
     *sorted(REPOSITORY.glob("*.md")),
     *sorted((REPOSITORY / "docs").rglob("*.md")),
     *sorted((REPOSITORY / "configs").rglob("*.md")),
-    *sorted((REPOSITORY / "scripts").rglob("*.md")),
 ]
 
 SHELLS = ("bash", "sh", "shell")

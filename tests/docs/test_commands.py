@@ -21,7 +21,6 @@ from monta_megatron.tools.launch import megatron_arguments
 
 # Named on a page, but not of this repository: Megatron's, and what the reader writes.
 NOT_HERE = {
-    "megatron/training/arguments.py",
     "runs/NAME/run.sh",
     "src/monta_megatron/chains/rail_allgather.py",
     "tests/dist/test_rail_allgather.py",
@@ -29,9 +28,7 @@ NOT_HERE = {
 # How blocks begin that were measured, come from the log of a training, or are drawn.
 NOT_PRINTED = (
     "iteration   1,394 ms",
-    "iteration    monta",
-    "monta: auto, EP 8",
-    "status  what",
+    "monta: auto, ranks",
     " node 0, rank 0",
 )
 
@@ -40,18 +37,19 @@ EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron)"
 KNOWN: dict[str, bool | str] = {
     r"monta plan --log .*": "tests/unit/planner/test_training_log.py",
     r"monta (doctor|plan .*|timeline --model .*)": True,
-    r"python scripts/launch_budget\.py --(ep .*|host)": True,
+    r"python scripts/(launch_budget\.py --(ep .*|host)|claims\.py \w+)": True,
     r"monta timeline trace\.json": "tests/timeline/test_timeline.py",
     r"monta place --(trace trace|apply \w+) .*": "tests/unit/place/test_place_command.py",
     r"monta launch .* --dry-run": "tests/launch/test_run_configs.py",
     r"monta launch configs/runs/quickstart\.yaml": "tests/launch/test_start.py",
-    r"monta compare (configs/runs/quickstart|run)\.yaml": "tests/launch/test_compare.py",
+    r"monta compare (configs/runs/quickstart|run)\.yaml.*": "tests/launch/test_compare.py",
     rf"{EMULATE} calibrate .*": "tests/calibration/test_calibrate_command.py",
     rf"{EMULATE} bench .*": "tests/benchmark/test_bench_command.py",
     r"monta emulate .* -- benchmarks/ablation\.py .*": "tests/benchmark/test_ablation.py",
     r"(monta emulate .* -- |python )benchmarks/sweep\.py .*": "tests/benchmark/test_sweep.py",
     r"(job=\$\()?sbatch .*": "tests/slurm/test_slurm.py",
     r"scripts/quickstart\.sh": "tests/megatron/test_quickstart.py",
+    r"scripts/gpu_check\.sh": "tests/unit/test_gpu_check.py",
     r"python3 -m venv \.venv-plan && .*|pip install --no-deps \. numpy pyyaml": (
         "tests/unit/test_distribution.py"
     ),

@@ -22,12 +22,6 @@ finally:
 """
 
 
-def test_the_package_runs_as_the_command() -> None:
-    result = run_python("-m", "monta_megatron", "--version")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("monta-megatron ")
-
-
 @pytest.mark.parametrize("words", [["--help"], ["bench", "--help"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     result = run_python("-c", SHOW, *words)
