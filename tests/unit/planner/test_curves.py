@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from clusters import CONFIGS, by_hand, cluster_of, link, preset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monta_megatron.planner.cluster import Cluster
@@ -117,6 +117,7 @@ def test_contention_as_measured_else_as_the_memory_that_a_link_leaves() -> None:
     assert cluster().factor("inter", "memory") == 100 / 98
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(1, 10**12), st.floats(1e-3, 1e9), min_size=2))
 def test_rows_are_read_as_they_are_written(points: dict[int, float]) -> None:
     row = curve(dict(sorted(points.items())))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import golden
 import yaml
 from clusters import CONFIGS, GOLDEN, INSTANT, link, preset, shape_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monta_megatron.common import strict_yaml
@@ -21,6 +21,7 @@ def test_bits_and_bytes() -> None:
     )
 
 
+@settings(deadline=None)
 @given(st.floats(1e-9, 1e21))
 def test_a_rate_is_written_as_it_is_read(gbytes_per_s: float) -> None:
     assert Rate.from_text(str(Rate(gbytes_per_s))) == Rate(gbytes_per_s)

@@ -83,6 +83,7 @@ def pipelines(draw: st.DrawFn, launch_us: st.SearchStrategy[float]) -> list[Stag
     return stages
 
 
+@settings(deadline=None)
 @given(pipelines(launch_us=st.just(0.0)))
 def test_without_contention_it_is_the_recurrence(stages: list[Stage]) -> None:
     """ends[s][c] = max(ends[s - 1][c], ends[s][c - 1]) + times[s][c]."""
@@ -94,7 +95,7 @@ def test_without_contention_it_is_the_recurrence(stages: list[Stage]) -> None:
         assert [times.end_us for times in found] == pytest.approx(expected, abs=1e-6)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     pipelines(launch_us=US),
     st.tuples(*[st.sampled_from((1.0, 1.2, 2.0, 3.0)) | st.floats(1, 4)] * 3),
