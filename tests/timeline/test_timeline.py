@@ -1,4 +1,4 @@
-"""Spans, overlap, trace and picture: by hand, and against the cost model's own schedule."""
+"""Spans, overlap, trace and picture, by hand."""
 
 import json
 from collections import defaultdict
@@ -9,20 +9,9 @@ from typing import Any
 import pytest
 from commands import Monta
 
-from monta_megatron.chains import CHAINS
-from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout, shape_of_layout
-from monta_megatron.planner.model import load_model
-from monta_megatron.planner.price import price
 from monta_megatron.tools import pictures
-from monta_megatron.tools.timeline import overlap_of, spans_of, total_us
+from monta_megatron.tools.timeline import overlap_of
 from monta_megatron.tools.trace import STOCK, Span, Trace, lanes_of
-
-MODEL, CLUSTER = "qwen3_235b_a22b", "h100_8x_ndr"
-FLAGS = [
-    *("--model", MODEL, "--cluster", CLUSTER),
-    *("--world-size", "128", "--tp", "2", "--ep", "16", "--pp", "4"),
-]
 
 
 def span(
@@ -30,25 +19,6 @@ def span(
 ) -> Span:
     stage = "" if resource == "pass" else "stage"
     return Span(row, rank, "dispatch", stage, chunk, 0, resource, start_us, end_us)
-
-
-def test_predicted_spans_are_those_of_the_schedule() -> None:
-    model, cluster = load_model(MODEL), load_cluster(CLUSTER)
-    shape = shape_of_layout(model, ParallelLayout(world_size=16, ep=16), 8, 4096)
-    priced = price(shape, cluster, CHAINS["hierarchical_alltoall"], 4)
-    spans = list(spans_of("ours", priced))
-    ran = [span for span in spans if span.resource != "host"]
-    assert [tuple(span[2:]) for span in ran] == [
-        (work.pass_name, work.stage, task.chunk, task.operation, work.resource, *times[1:])
-        for task, times in zip(priced.tasks, priced.times, strict=True)
-        if (work := priced.works[task.work]).resource != "host"
-    ]
-    assert total_us(spans) == pytest.approx(priced.total_us)
-    # The host launches one operation at a time, each before it starts.
-    launches = [span for span in spans if span.resource == "host"]
-    assert len(lanes_of(launches)) == 1
-    launched = {span[:6]: span.end_us for span in launches}
-    assert all(launched.get(span[:6], 0) <= span.start_us + 1e-6 for span in ran)
 
 
 def test_overlap_by_hand() -> None:
@@ -174,20 +144,6 @@ def test_without_matplotlib_the_table_is_printed_and_a_line_says_why(
     status, printed, said = monta("timeline", path, "--json")
     assert status == 0 and json.loads(printed)["picture"] is None
     assert "no picture without matplotlib: pip install matplotlib" in said
-
-
-def test_the_command_draws_what_the_planner_picks(tmp_path: Path, monta: Monta) -> None:
-    picture = tmp_path / "new" / "timeline.png"
-    document = monta.document("timeline", *FLAGS, "--out", picture)
-    plan = monta.document("plan", *FLAGS)
-    assert document["drawn"] == [STOCK, f"{plan['chain']} in {plan['num_chunks']} chunks"]
-    totals_us = [row["total_us"] for row in document["rows"]]
-    assert totals_us == pytest.approx([plan["stock_us"], plan["predicted_us"]])
-    assert document["ratio_to_alltoall"] == pytest.approx(totals_us[0] / totals_us[1])
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    # Stock is compared with nothing.
-    document = monta.document("timeline", *FLAGS, "--chain", "alltoall", "--out", picture)
-    assert (document["drawn"], document["ratio_to_alltoall"]) == (["alltoall in 1 chunk"], None)
 
 
 def test_a_file_that_is_no_trace_is_one_line(path: Path, monta: Monta) -> None:

@@ -21,6 +21,7 @@ from preloaded import Preloaded
 
 from monta_megatron.cli import COMMANDS, main
 from monta_megatron.common.files import CONFIGS
+from monta_megatron.tools.trace import Span, Trace
 
 MISTAKES = Path(__file__).parent / "mistakes"
 SESSIONS = sorted(MISTAKES.glob("*.txt"))
@@ -58,6 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "hf").mkdir()
     for name, content in yaml.safe_load((MISTAKES / "files.yaml").read_text()).items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    spans = (Span("alltoall_dedup in 1 chunk", 0, "dispatch", "alltoall", 0, 0, "inter", 0.0, 1.0),)
+    Trace(title="recorded", ranks=("rank 0",), spans=spans, about={}).save(folder / "trace.json")
     return folder
 
 

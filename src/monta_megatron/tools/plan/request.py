@@ -79,12 +79,13 @@ class Planned:
     benefit: Benefit
 
 
-def plan_request(request: PlanRequest, node_size: int | None = None) -> Planned:
+def plan_request(request: PlanRequest, node_size: int | None = None, **settings: Any) -> Planned:
     """Read the files of a request, rank the layouts where it names none, and plan.
 
     Args:
         request: to plan.
         node_size: ranks that the node link of a layout joins; None for the cluster's.
+        settings: arguments of `planner.plan.select_chain`.
 
     Raises:
         ValueError: a file or a size is wrong, no layout fits, or no chain can run.
@@ -117,7 +118,7 @@ def plan_request(request: PlanRequest, node_size: int | None = None) -> Planned:
 
     # Step 3: the chain.
     shape = shape_of_layout(model, layout, node_size or cluster.ranks_per_node, request.tokens)
-    plan = plan_shape(shape, cluster)
+    plan = plan_shape(shape, cluster, **settings)
     notes = [
         f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}"
         for name, layers in (uneven_stages(model, layout.pp) or {}).items()
