@@ -39,7 +39,7 @@ def measure(
     chain_name: str, layout_name: str, num_chunks: int, dtype: torch.dtype, policy: Policy
 ) -> tuple[dict[str, int], BoundChain, int]:
     """Bytes at the peak of each pass beyond its input; the bound chain; the longest list."""
-    streams, fused = POLICIES[policy]
+    streams, fused = POLICIES[policy], policy == "fused"
     recorder, peaks = Recorder(streams), dict[str, int]()
     of_rows = {"num_tokens": 96, "hidden": ROWS[dtype].hidden_size, "dtype": dtype}
     layer = Layer(chain_name, layout_name, num_chunks, recorder, fused=fused, **of_rows)
