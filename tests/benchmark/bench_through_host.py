@@ -1,15 +1,22 @@
-"""`gpu_check.py gloo` on CPU ranks whose tensors count as those of a device."""
+"""`gpu_check.py gloo` on CPU ranks whose tensors count as those of a device.
+
+The exchange is compared with that of the dispatchers, too.
+"""
 
 import functools
 import sys
+from typing import Any
 
 import torch
 
 from monta_megatron.cli import main
+from monta_megatron.core import Layout
 from monta_megatron.emulation import gloo_collectives
 from monta_megatron.exchange import collectives
+from monta_megatron.tools.bench import measure
 
 num_copied = 0
+differences_from_stock = measure.differences_from_stock
 
 
 def is_copied(tensor: torch.Tensor) -> bool:
@@ -19,9 +26,15 @@ def is_copied(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 0
 
 
+def differences(candidates: Any, layout: Layout) -> list[str]:
+    assert layout == candidates[-1].dispatcher.setup.layout
+    return differences_from_stock(candidates, layout)
+
+
 gloo_collectives._is_on_device = is_copied
 gloo_collectives.install_for_device()
 collectives.join_launch = functools.partial(collectives.join_launch, transport="gloo")
+measure.differences_from_stock = differences
 status = main(["bench", *sys.argv[1:]])
 if torch.distributed.get_rank() == 0:
     print("copied:", num_copied, file=sys.stderr)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from monta_megatron.cli.on_ranks import find_this_rank
+from monta_megatron.cli.on_ranks import world_size_of_launch
 from monta_megatron.common.ranks import is_first_rank
 from monta_megatron.core import Layout
 from monta_megatron.planner.routing import UniformRouting
@@ -119,26 +119,24 @@ def test_a_dtype_has_megatron_s_name(name: str, torch_name: str) -> None:
     assert parse_settings({**BASE, "dtype": name}, 4).dtype == torch_name
 
 
-def test_pipelines_with_experts_come_last() -> None:
-    flags = {"chains": "alltoall,alltoall_dedup,auto", "layer": True, "overlap_experts": True}
-    assert parse_settings({**BASE, **flags}, 4).pipelines == [
-        ("alltoall", 1, False),
-        ("alltoall_dedup", 1, False),
-        ("alltoall_dedup", 4, False),
-        ("auto", None, False),
-        ("alltoall_dedup", 4, True),
-        ("auto", None, True),
-    ]
+def test_choices_with_the_experts_inside_or_not() -> None:
+    settings = parse_settings({**BASE, "chains": "alltoall,alltoall_dedup,auto"}, 4)
+    alone, inside = (
+        [choice and choice.name for choice in settings.choices(splits_experts)]
+        for splits_experts in (False, True)
+    )
+    dedup = "alltoall_dedup in 1 chunk", "alltoall_dedup in 4 chunks"
+    assert alone == ["alltoall in 1 chunk", *dedup, None]
+    assert inside == ["alltoall_dedup in 4 chunks with their experts", None]
 
 
 def test_launchers() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    launch = find_this_rank("bench", torchrun)
-    assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
+    assert world_size_of_launch("bench", torchrun) == 8
     assert not is_first_rank(torchrun)
 
     with pytest.raises(ValueError, match="RANK, WORLD_SIZE: not set"):
-        find_this_rank("bench", {})
+        world_size_of_launch("bench", {})
 
 
 def row(**changes: object) -> Row:

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_bench_numbers import BASE, SPLIT
 
+from monta_megatron.core import Choice
+from monta_megatron.planner.choose import STOCK
 from monta_megatron.tools.bench import measure
 from monta_megatron.tools.bench.candidates import BenchCandidate, make_batch
 from monta_megatron.tools.bench.settings import parse_settings
@@ -19,26 +20,25 @@ CPU = torch.device("cpu")
 
 
 def lines_of(
-    monkeypatch: pytest.MonkeyPatch, requested: str, change: Callable[[Results], Results]
+    monkeypatch: pytest.MonkeyPatch, chain: str, change: Callable[[Results], Results]
 ) -> list[str]:
     """Lines of a candidate whose results are stock's but for `change`."""
 
     def run(candidate: BenchCandidate, experts: Any) -> Results:
         results = {"rows at the experts": torch.ones(2, 4), "outputs": candidate.batch.hidden}
-        return results if candidate.requested == "alltoall" else change(results)
+        return results if candidate.choice == STOCK else change(results)
 
     monkeypatch.setattr(measure, "run_candidate", run)
     # Rank 1 sees no difference.
     monkeypatch.setattr(measure, "gather_objects", lambda lines: [lines, [], lines])
-    choice = SimpleNamespace(chain=requested, num_chunks=4)
     stock = BenchCandidate(
         kind="megatron",
-        requested="alltoall",
-        dispatcher=SimpleNamespace(choice=choice),
+        requested=STOCK,
+        dispatcher=None,
         batch=make_batch(parse_settings(BASE, 4), 0, CPU),
     )
-    kind: Any = "megatron" if requested == "allgather" else "monta"
-    other = replace(stock, kind=kind, requested=requested)
+    kind: Any = "megatron" if chain == "allgather" else "monta"
+    other = replace(stock, kind=kind, requested=Choice(chain=chain, num_chunks=4))
     return measure.differences_from_stock([stock, other], SPLIT)
 
 
@@ -50,7 +50,7 @@ def test_every_difference_is_a_line_with_its_ranks(
         return {name: tensor * factor for name, tensor in results.items()}
 
     lines = [
-        f"monta alltoall_dedup x4: {name} differ from stock's (rank 0, 2)"
+        f"monta alltoall_dedup in 4 chunks: {name} differ from stock's (rank 0, 2)"
         for name in ("rows at the experts", "outputs")
     ]
     assert lines_of(monkeypatch, "alltoall_dedup", change) == (lines if factor != 1 else [])
