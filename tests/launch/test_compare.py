@@ -59,6 +59,7 @@ def test_both_dispatchers_and_their_run_directories(tmp_path: Path) -> None:
     assert rows["monta"]["chain"] == "alltoall_allgather in 4 chunks"
     assert all(row["iteration_ms"] > 0 and row["peak_memory_bytes"] > 0 for row in rows.values())
     assert list(document["left_out"]) == ["flex"]
+    assert document["has_trials"] is False
     # A line for every iteration while it runs.
     for name in ("monta-1", "alltoall-1"):
         for n in (1, 2, 3):
