@@ -37,6 +37,7 @@ from monta_megatron.chains import BoundChain, lower
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.chains.program import BoundProgram, Program
 from monta_megatron.common.text import counted, table
+from monta_megatron.core import Choice
 from monta_megatron.exchange import buffers
 from monta_megatron.tools.bench.candidates import (
     Batch,
@@ -82,14 +83,14 @@ def build(bench: Bench) -> Bench:
     begin = (rank - first) * settings.tokens
     whole_group = BenchCandidate(
         kind="megatron",
-        requested="alltoall",
+        requested=Choice(chain="alltoall", num_chunks=1),
         dispatcher=whole_group_dispatcher(settings),
         batch=group_batch,
         tokens_here=slice(begin, begin + settings.tokens),
     )
     # The last one is the same chain, but no Permute of it overlaps a collective.
     numbers = [*sorted({1, FIXED_NUM_CHUNKS, *settings.num_chunks}), FIXED_NUM_CHUNKS]
-    ours = [monta_candidate(bench, CHAIN, number) for number in numbers]
+    ours = [monta_candidate(bench, Choice(chain=CHAIN, num_chunks=n)) for n in numbers]
     layout_of_last = ours[-1].dispatcher.setup.layout
 
     def lower_in_order(bound: BoundChain, *arguments: Any) -> BoundProgram:

@@ -20,14 +20,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from summary import measured_points, plot_predicted, summary_text
 
 from monta_megatron.cli import main
-from monta_megatron.cli.on_ranks import add_bench_arguments, find_this_rank, measured, run_as_rank
+from monta_megatron.cli.on_ranks import (
+    add_bench_arguments,
+    joined_launch,
+    run_as_rank,
+    world_size_of_launch,
+)
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.files import read_text, write_whole
+from monta_megatron.common.ranks import is_first_rank
 from monta_megatron.common.rules import positive
-from monta_megatron.common.text import Progress, advice
+from monta_megatron.common.text import advice
 from monta_megatron.emulation.cluster import EmulatedCluster
-from monta_megatron.planner.cluster import Cluster
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.tools import pictures
 from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
 
@@ -115,27 +121,27 @@ def check_can_plot(folder: str | None) -> None:
 
 
 def _measure(parsed: argparse.Namespace, study: Study) -> int:
-    this_rank = find_this_rank("bench")
+    world_size = world_size_of_launch("bench")
     for name in ("sweep", "out"):
         if getattr(parsed, name) is None:
             raise ValueError(f"--{name}: not given, must be a file, or else --report")
-    points = read_sweep(parsed.sweep, vars(parsed), this_rank.world_size)
+    points = read_sweep(parsed.sweep, vars(parsed), world_size)
     # Only the first rank reads and writes results.
     out, kept = Path(parsed.out), []
-    if this_rank.rank == 0:
+    if is_first_rank():
         check_can_plot(parsed.plot)
         kept = read_reports(out)
         # Without a last line that a kill has cut short.
         write_whole(out, "".join(json.dumps(report) + "\n" for report in kept))
 
-    def measure(cluster: Cluster | None, progress: Progress) -> bool:
+    cluster, ratio = None, parsed.inter_rate_ratio
+    if parsed.cluster is not None:
+        cluster = load_cluster(parsed.cluster).at_rate("inter", ratio)
+    with joined_launch("bench") as (_, progress):
         from monta_megatron.exchange.collectives import gather_objects
         from monta_megatron.tools.bench.candidates import with_candidates
         from monta_megatron.tools.bench.measure import measure_point
 
-        ratio = parsed.inter_rate_ratio
-        if cluster is not None:
-            cluster = cluster.at_rate("inter", ratio)
         # The first rank's, which alone has read the results.
         left = gather_objects(
             [point for point in points if not is_measured(kept, point.settings, ratio, study)]
@@ -149,14 +155,10 @@ def _measure(parsed: argparse.Namespace, study: Study) -> int:
             report["meta"] |= {"command": shlex.join(sys.argv), "inter_rate_ratio": ratio}
             if study.name is not None:
                 report["study"] = study.name
-            if this_rank.rank == 0:
+            if is_first_rank():
                 with out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(report) + "\n")
-        return True
-
-    if measured(points[0].settings, measure) is None:
-        return 1
-    if this_rank.rank == 0:
+    if is_first_rank():
         _report(out, parsed.plot, study)
     return 0
 

@@ -103,7 +103,7 @@ def test_wrong_results_stop_it_before_anything_is_timed(ranks: ForkedRanks) -> N
     result = ranks.run(str(HERE / "bench_with_fault.py"), *SMALL.split(), *flags.split())
     assert result.returncode == 1
     assert "results differ, nothing was timed" in result.stderr
-    differ = r"^monta alltoall_allgather x2: (.+) differ from stock's \(rank (.+)\)$"
+    differ = r"^monta alltoall_allgather in 2 chunks: (.+) differ from stock's \(rank (.+)\)$"
     ranks_of = dict(re.findall(differ, result.stderr, re.MULTILINE))
     assert ranks_of["rows at the experts"] == "1"
     assert "outputs" in ranks_of

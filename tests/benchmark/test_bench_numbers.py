@@ -114,6 +114,17 @@ def test_settings_have_defaults() -> None:
     assert settings.chains[0] == "alltoall" and settings.chains[-1] == "auto"
 
 
+def test_choices_with_the_experts_inside_or_not() -> None:
+    settings = parse_settings({**BASE, "chains": "alltoall,alltoall_dedup,auto"}, 4)
+    alone, inside = (
+        [choice and choice.name for choice in settings.choices(splits_experts)]
+        for splits_experts in (False, True)
+    )
+    dedup = "alltoall_dedup in 1 chunk", "alltoall_dedup in 4 chunks"
+    assert alone == ["alltoall in 1 chunk", *dedup, None]
+    assert inside == ["alltoall_dedup in 4 chunks with their experts", None]
+
+
 def test_table_of_the_largest_figures_fits_a_terminal() -> None:
     (largest,) = REPORTS["largest"]
     report = Report(meta=largest["meta"], rows=[Row(**row) for row in largest["rows"]])

@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_bench_numbers import BASE, SPLIT
 
+from monta_megatron.core import Choice
 from monta_megatron.tools.bench import measure
 from monta_megatron.tools.bench.candidates import BenchCandidate, make_batch
 from monta_megatron.tools.bench.settings import parse_settings
@@ -36,7 +36,7 @@ def test_every_difference_is_a_line_with_its_ranks(
     """A candidate has results of stock's, each times a factor."""
 
     def run(candidate: BenchCandidate, experts: Any) -> dict[str, torch.Tensor]:
-        rows, outputs = (1.0, 1.0) if candidate.requested == "alltoall" else factors
+        rows, outputs = (1.0, 1.0) if candidate is candidates[0] else factors
         return dict(zip(NAMES, (torch.ones(2, 4) * rows, batch.hidden * outputs), strict=True))
 
     monkeypatch.setattr(measure, "run_candidate", run)
@@ -46,14 +46,15 @@ def test_every_difference_is_a_line_with_its_ranks(
     candidates = [
         BenchCandidate(
             kind="megatron" if name in ("alltoall", "allgather") else "monta",
-            requested=name,
-            dispatcher=SimpleNamespace(choice=SimpleNamespace(chain=name, num_chunks=4)),
+            requested=Choice(chain=name, num_chunks=4),
+            dispatcher=None,
             batch=batch,
         )
         for name in ("alltoall", requested)
     ]
     assert measure.differences_from_stock(candidates, SPLIT) == [
-        f"monta {requested} x4: {name} differ from stock's (rank 0, 2)" for name in differing
+        f"monta {requested} in 4 chunks: {name} differ from stock's (rank 0, 2)"
+        for name in differing
     ]
 
 

@@ -1,11 +1,13 @@
 """Logs, rows and arguments of `monta compare`, without a training."""
 
 import math
+from pathlib import Path
 
 import pytest
 from tuning_results import ALLGATHER, logged_result
 
 from monta_megatron.tools.compare import (
+    ComparisonReport,
     IterationLines,
     compare,
     interleaved,
@@ -102,3 +104,12 @@ def test_arguments_of_a_training() -> None:
 def test_a_tuning_that_is_asked_for_stays() -> None:
     arguments = from_words(megatron_words(["--moe-monta-tune-steps", "6"], "monta", 20))
     assert arguments["moe-monta-tune-steps"] == "6"
+
+
+@pytest.mark.parametrize("has_trials", [True, False])
+def test_the_report_says_where_auto_has_no_trials(tmp_path: Path, has_trials: bool) -> None:
+    own = log_of([9, 9, 9], [1.0])
+    rows = [compare("monta", [own], [own])]
+    report = ComparisonReport(rows=rows, left_out={}, has_trials=has_trials, directory=tmp_path)
+    assert ("trials: none, auto runs the planner's pick" in report.text()) != has_trials
+    assert report.document()["has_trials"] == has_trials

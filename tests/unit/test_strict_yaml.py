@@ -1,7 +1,7 @@
 """Dataclasses from YAML and back; mistakes are in planner/test_malformed_inputs.py."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,14 @@ class Links:
     name: str
     links: tuple[Link, ...] = ()
     times: Mapping[str, str | None]
+    named: Mapping[str, Link] = field(default_factory=dict)
 
 
 @pytest.mark.parametrize("text", ["x", "", "010", "0x1f", "4:00:00", "true", "é"])
 def test_what_is_written_is_read(tmp_path: Path, text: str) -> None:
-    links = Links(name=text, links=(Link(rate=1e-5, sizes=(1, 2)),), times={"a": text, "b": None})
+    link = Link(rate=1e-5, sizes=(1, 2))
+    times = {"a": text, "b": None}
+    links = Links(name=text, links=(link,), times=times, named={"c": link})
     path = tmp_path / "links.yaml"
     path.write_text(strict_yaml.dump(links))
     assert strict_yaml.load(Links, path) == links

@@ -5,39 +5,30 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.parser import Parser, only_the_report
 from monta_megatron.common.ranks import is_first_rank, linger
 from monta_megatron.common.rules import positive, require, whole
 from monta_megatron.common.text import Progress, print_report, tell
-from monta_megatron.tools.bench.settings import FLAGS, Settings, parse_settings
+from monta_megatron.tools.bench.report import MismatchError
+from monta_megatron.tools.bench.settings import FLAGS, parse_settings
 
 if TYPE_CHECKING:
-    from monta_megatron.planner.cluster import Cluster
-    from monta_megatron.tools.bench.report import Report
-
-T = TypeVar("T")
+    import torch
 
 INTERRUPT_REACHES_ALL_S = 1.0
 # Addresses are 10.77.NODE.1; each rank takes two of the 1,024 files that a process may open.
 MOST_NODES, MOST_RANKS = 250, 400
 
 
-class ThisRank(NamedTuple):
-    """This process among the ranks of its launch, and among those of its node."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-
-def find_this_rank(command: str, environ: Mapping[str, str] = os.environ) -> ThisRank:
-    """Rank of this process, from the variables of a launcher.
+def world_size_of_launch(command: str, environ: Mapping[str, str] = os.environ) -> int:
+    """Number of ranks, from the variables of a launcher.
 
     Args:
         command: the sub-command of `monta`, for the message.
@@ -51,18 +42,29 @@ def find_this_rank(command: str, environ: Mapping[str, str] = os.environ) -> Thi
             "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
             f"--nproc-per-node N -m monta_megatron {command} ..., or monta emulate"
         )
-    return ThisRank(
-        rank=int(environ["RANK"]),
-        world_size=int(environ["WORLD_SIZE"]),
-        local_rank=int(environ.get("LOCAL_RANK", "0")),
-    )
+    return int(environ["WORLD_SIZE"])
+
+
+@contextmanager
+def joined_launch(command: str) -> "Iterator[tuple[torch.device, Progress]]":
+    """Join the launch on this rank; yields its device, and what shows its progress.
+
+    Args:
+        command: the sub-command of `monta`, for the lines that the first rank shows.
+    """
+    from monta_megatron.exchange.collectives import join_launch
+
+    with only_the_report():
+        device = join_launch(int(os.environ.get("LOCAL_RANK", "0")))
+        yield device, Progress(command if is_first_rank() else None)
 
 
 def run_as_rank(run: Callable[[], int]) -> int:
     """Run a command on every rank of a launch, so that Ctrl-C and failures end all of it in order.
 
     Args:
-        run: the command; returns the exit status, or raises ValueError for a user's mistake.
+        run: the command; returns the exit status. Raises ValueError for a user's mistake, and
+            MismatchError where results differ from stock's, which the first rank prints.
     """
     interrupted = False
 
@@ -76,6 +78,10 @@ def run_as_rank(run: Callable[[], int]) -> int:
     handler_before = signal.signal(signal.SIGINT, interrupt)
     try:
         status = run()
+    except MismatchError as error:
+        status = 1
+        if is_first_rank():
+            print(f"monta bench: results differ, nothing was timed\n{error}", file=sys.stderr)
     except RuntimeError:
         # An interrupted launch ends rank by rank, so it is no fault that this rank lost its peers:
         # its own interrupt may still be on its way, or autograd may have replaced it by the error
@@ -130,9 +136,9 @@ def _calibrate(parsed: argparse.Namespace, begin_s: float) -> int:
     from monta_megatron.planner.cluster_file import dump_cluster
 
     # Step 1: the flags.
-    this_rank = find_this_rank("calibrate --out FILE")
+    world_size_of_launch("calibrate --out FILE")
     # Only the first rank writes; others may not see that folder.
-    if this_rank.rank == 0:
+    if is_first_rank():
         check_can_be_written(parsed.out, "--out")
     emulated = EmulatedCluster.from_environment()
     nics_per_node, hardware = parsed.nics_per_node, None
@@ -141,20 +147,19 @@ def _calibrate(parsed: argparse.Namespace, begin_s: float) -> int:
         hardware = f"emulated at {emulated.inter_mbit:g} Mbit/s"
 
     # Step 2: measure.
-    with only_the_report():
+    with joined_launch("calibrate") as (device, progress):
         from monta_megatron.calibration.command import calibrate
-        from monta_megatron.exchange.collectives import join_launch
 
         report = calibrate(
-            join_launch(this_rank.local_rank),
+            device,
             budget_s=parsed.budget_seconds,
             ranks_per_node=parsed.ranks_per_node,
             nics_per_node=nics_per_node,
             hardware=hardware,
-            progress=Progress("calibrate" if this_rank.rank == 0 else None),
+            progress=progress,
             begin_s=begin_s,
         )
-    if this_rank.rank != 0:
+    if not is_first_rank():
         return 0
 
     # Step 3: write and report.
@@ -205,52 +210,24 @@ def run_bench(parsed: argparse.Namespace) -> int:
           monta bench --experts 64 --top-k 8 --hidden 1024 --tokens 512 --json
     many points and their tables: benchmarks/sweep.py in the repository
     """
+    return run_as_rank(lambda: _bench(parsed))
+
+
+def _bench(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.files import check_can_be_written
-
-    def measure() -> int:
-        settings = parse_settings(vars(parsed), find_this_rank("bench").world_size)
-        if settings.trace is not None and is_first_rank():
-            check_can_be_written(Path(settings.trace), "--trace")
-
-        def report_point(cluster: "Cluster | None", progress: Progress) -> "Report":
-            from monta_megatron.tools.bench.measure import measure_point
-
-            return measure_point(settings, cluster, progress)
-
-        report = measured(settings, report_point)
-        if report is not None and is_first_rank():
-            print_report(report, parsed.json)
-        return int(report is None)
-
-    return run_as_rank(measure)
-
-
-def measured(settings: Settings, measure: "Callable[[Cluster | None, Progress], T]") -> "T | None":
-    """Join the launch on this rank, and measure.
-
-    Args:
-        settings: of the launch.
-        measure: called on every rank with the cluster of --cluster and this rank's progress.
-
-    Returns:
-        The result; None if results differ from stock's, which the first rank prints.
-    """
-    from monta_megatron.exchange.collectives import join_launch
     from monta_megatron.planner.cluster_file import load_cluster
 
-    this_rank = find_this_rank("bench")
-    is_first = this_rank.rank == 0
+    settings = parse_settings(vars(parsed), world_size_of_launch("bench"))
+    if settings.trace is not None and is_first_rank():
+        check_can_be_written(Path(settings.trace), "--trace")
     cluster = None if settings.cluster is None else load_cluster(settings.cluster)
-    with only_the_report():
-        from monta_megatron.tools.bench.measure import MismatchError
+    with joined_launch("bench") as (_, progress):
+        from monta_megatron.tools.bench.measure import measure_point
 
-        join_launch(this_rank.local_rank)
-        try:
-            return measure(cluster, Progress("bench" if is_first else None))
-        except MismatchError as error:
-            if is_first:
-                print(f"monta bench: results differ, nothing was timed\n{error}", file=sys.stderr)
-            return None
+        report = measure_point(settings, cluster, progress)
+    if is_first_rank():
+        print_report(report, parsed.json)
+    return 0
 
 
 def add_emulate_arguments(parser: Parser) -> None:

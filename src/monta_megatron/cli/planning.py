@@ -152,7 +152,7 @@ def add_place_arguments(parser: Parser) -> None:
     way.add_argument("--apply", type=Path, help="torch_dist checkpoint, as Megatron's --load")
     for name, text in FILES.items():
         parser.add_argument(f"--{name}", metavar="FILE", help=f"with --trace: {text}")
-    parser.add_argument("--ep", type=whole(1), help="EP ranks (default: the cluster's)")
+    parser.add_argument("--ep", type=whole(1), help="with --trace: expert parallel size")
     parser.add_argument("--etp", type=whole(1), help="expert tensor parallel size")
     parser.add_argument("--pp", type=whole(1), help="pipeline stages of the traced run")
     parser.add_argument("--placement", type=Path, help="with --apply: file that --out wrote")
@@ -175,7 +175,7 @@ def run_place(parsed: argparse.Namespace) -> int:
     """
     if parsed.trace is None:
         return _apply(parsed)
-    _check_given(parsed, FILES, ("placement", "undo"), "with --trace")
+    _check_given(parsed, (*FILES, "ep"), ("placement", "undo"), "with --trace")
     from monta_megatron.tools.place import place
 
     report = place(

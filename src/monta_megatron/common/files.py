@@ -136,8 +136,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """The commit of a source folder, "-dirty" where it was changed; None outside a checkout."""
+def commit(folder: Path = _IN_CHECKOUT) -> str | None:
+    """The commit of a folder, "-dirty" where it was changed; None outside of a checkout.
+
+    By default that of this package, of which a wheel has none, wherever it is installed.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)

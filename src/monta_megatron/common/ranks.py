@@ -1,4 +1,4 @@
-"""The rank of this process, its node, and the lines that ranks print for users. No torch.
+"""The rank of this process, its node, and the lines that ranks print for users.
 
 Ranks that share a node are joined by the node link. A rank learns from its system on which host it
 runs; the ranks of an exchange share this once. A host is a node, unless a cluster file says how
@@ -56,6 +56,7 @@ def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
 
 def print_once(line: str) -> None:
     """Print a line, unless this process has printed it before; ranks above 0 name themselves."""
+    # Commands use the other functions without torch.
     import torch.distributed as dist
 
     if line in _printed:

@@ -86,6 +86,8 @@ def plain(value: Any) -> Any:
     if is_dataclass(value):
         entries = (entry.name for entry in fields(value) if entry.init)
         return {name: plain(getattr(value, name)) for name in entries}
+    if isinstance(value, Mapping):
+        return {name: plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
     return value

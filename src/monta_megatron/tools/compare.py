@@ -26,6 +26,7 @@ from monta_megatron.tools.training_log import NUM_WARMUP, TrainingLog, parse_log
 Tell = Callable[[str], None]
 
 MONTA, STOCK, FLEX = "monta", "alltoall", "flex"
+TUNE_STEPS = "moe-monta-tune-steps"
 # Packages with the backends of Megatron's flex; one of them is enough to try it.
 FLEX_PACKAGES = ("deep_ep", "transformer_engine")
 # Student's t for 95%, two-sided, by degrees of freedom; the last one for more.
@@ -152,7 +153,10 @@ def run_trainings(
 
     # Step 3: compare.
     rows = [compare(name, logs[STOCK], own) for name, own in logs.items()]
-    report = ComparisonReport(rows=rows, left_out=left_out, directory=directory)
+    has_trials = from_words(megatron).get(TUNE_STEPS, "0") != "0"
+    report = ComparisonReport(
+        rows=rows, left_out=left_out, has_trials=has_trials, directory=directory
+    )
     files.write_whole(directory / "compare.json", json.dumps(report.document(), indent=2) + "\n")
     return report
 
@@ -167,7 +171,7 @@ def megatron_words(given: Sequence[str], dispatcher: str, iterations: int) -> li
     """
     return [
         # Most of so few iterations would be those in which slower candidates run too.
-        *("--moe-monta-tune-steps", "0"),
+        *(f"--{TUNE_STEPS}", "0"),
         *given,
         *(f"--{DISPATCHER}", dispatcher),
         *("--log-interval", "1"),
@@ -225,11 +229,13 @@ class ComparisonReport:
     Attributes:
         rows: a row for each dispatcher.
         left_out: dispatcher -> why it is not compared.
+        has_trials: whether auto tries its candidates; else it runs the planner's pick.
         directory: folder of the run directories, DISPATCHER-PAIR.
     """
 
     rows: Sequence[Compared]
     left_out: Mapping[str, str]
+    has_trials: bool
     directory: Path
 
     def text(self) -> str:
@@ -249,6 +255,8 @@ class ComparisonReport:
         lines = [table(columns, cells), ""]
         lines += [f"{row.dispatcher}: {row.chain}" for row in self.rows if row.chain is not None]
         lines += [f"{name} is left out: {why}" for name, why in self.left_out.items()]
+        if not self.has_trials:
+            lines.append(f"trials: none, auto runs the planner's pick (--{TUNE_STEPS} 0)")
         lines += [
             f"ms: median of an iteration, without the first {NUM_WARMUP} of a training",
             "ratio: alltoall's time over this one's, mean and interval over the pairs",
@@ -262,6 +270,7 @@ class ComparisonReport:
         return {
             "rows": [asdict(row) for row in self.rows],
             "left_out": dict(self.left_out),
+            "has_trials": self.has_trials,
             "directory": str(self.directory),
             "versions": files.versions(),
             "machine": files.machine(),

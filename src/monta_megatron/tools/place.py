@@ -110,7 +110,7 @@ def place(
     model_file: str,
     cluster_file: str,
     *,
-    ep: int | None,
+    ep: int,
     etp: int,
     pp: int,
     out: Path | None,
@@ -121,8 +121,7 @@ def place(
     Args:
         trace: folder of Megatron's `--moe-routing-trace-path`.
         model_file, cluster_file: files or presets.
-        ep: EP ranks; None for all of the cluster.
-        etp: expert tensor parallel size.
+        ep, etp: expert parallel and expert tensor parallel size.
         pp: pipeline parallel size of the traced training.
         out: file of the placement, which must not exist.
         progress: told of every layer.
@@ -134,7 +133,6 @@ def place(
     if out is not None and out.exists():
         raise ValueError(f"--out: got {out}, must not exist")
     model, cluster = load_model(model_file), load_cluster(cluster_file)
-    ep = ep or cluster.num_ranks // etp
     layout = ParallelLayout(world_size=cluster.num_ranks, ep=ep, etp=etp)
     exchange = exchange_of(layout, model.num_experts, cluster.ranks_per_node)
     num_nodes, groups = exchange.num_nodes, model.moe_router_num_groups or 1

@@ -21,14 +21,12 @@ import torch.distributed as dist
 from monta_megatron.chains.program import Operation
 from monta_megatron.common.ranks import BOOT_ID
 from monta_megatron.common.text import counted
-from monta_megatron.core import Choice
 from monta_megatron.exchange.collectives import gather_objects, wait_for_all
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.streams import gpu_name
-from monta_megatron.integration.options import AUTO
 from monta_megatron.tools.bench.candidates import NO_EXPERTS, Bench, BenchCandidate, run_candidate
 from monta_megatron.tools.stock_collectives import StockCollective, observed
-from monta_megatron.tools.trace import STOCK, Span, Trace
+from monta_megatron.tools.trace import Span, Trace
 
 NUM_BARRIERS = 31
 # The work of a stock dispatcher between its collectives: copies, and the host's work for them.
@@ -88,10 +86,8 @@ def _title_of(bench: Bench) -> str:
 
 def _name_of(candidate: BenchCandidate) -> str:
     if candidate.kind == "megatron":
-        return STOCK if candidate.requested == "alltoall" else f"stock {candidate.requested}"
-    chain, num_chunks = candidate.key
-    choice = Choice(chain=chain, num_chunks=num_chunks)
-    return f"{'auto: ' * (candidate.requested == AUTO)}{choice.name}"
+        return f"stock {candidate.choice.chain}"
+    return f"{'auto: ' * (candidate.requested is None)}{candidate.choice.name}"
 
 
 class Moment(NamedTuple):

@@ -28,8 +28,17 @@ def words(tmp_path: Path) -> list[object]:
     fields = yaml.safe_load((CONFIGS / "models" / "olmoe_1b_7b.yaml").read_text())
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump(fields | {"num-layers": 2}))
-    files = ["--trace", tmp_path / "trace", "--model", path, "--cluster", "a800_2x8_ib200"]
-    return ["place", *files, "--out", tmp_path / "placement.json"]
+    files = [
+        "--trace",
+        tmp_path / "trace",
+        "--model",
+        path,
+        "--cluster",
+        "a800_2x8_ib200",
+        "--ep",
+        16,
+    ]
+    return ["place", *files, "--ep", 16, "--out", tmp_path / "placement.json"]
 
 
 def test_a_placement_is_written(tmp_path: Path, words: list[object], monta: Monta) -> None:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import program
 from monta_megatron.common.ranks import consecutive_nodes
-from monta_megatron.core import Layout
+from monta_megatron.core import Choice, Layout
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
@@ -85,7 +85,7 @@ class BenchCandidate:
 
     Attributes:
         kind: whose dispatcher it is.
-        requested: stock's dispatcher or our chain, as asked for; `AUTO` where the planner chooses.
+        requested: choice that was asked for, of stock the dispatcher in 1 chunk; None for `auto`.
         dispatcher: an object with Megatron's six phases.
         batch: its inputs.
         tokens_here: position of this rank's tokens in them.
@@ -93,19 +93,17 @@ class BenchCandidate:
     """
 
     kind: Literal["megatron", "monta"]
-    requested: str
+    requested: Choice | None
     dispatcher: Any
     batch: Batch
     tokens_here: slice = slice(None)
     overlaps: bool = False
 
     @property
-    def key(self) -> tuple[str, int]:
-        """The chain that runs and its number of chunks; for "auto", known only after a run."""
-        if self.kind == "megatron":
-            return self.requested, 1
-        choice = self.dispatcher.choice
-        return choice.chain, choice.num_chunks
+    def choice(self) -> Choice:
+        """The choice that ran last, or that was asked for."""
+        choice: Choice = self.requested or self.dispatcher.choice
+        return choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +115,7 @@ class Bench:
         cluster: costs for predictions, or None.
         emulated: the emulated cluster that it runs on, or None.
         nodes: node of every rank of the launch.
+        layout: the exchange as this rank sees it; nodes have their numbers in the launch.
         batch: this rank's data.
         candidates: stock's dispatchers, alltoall first, then at least one of ours.
         skipped: by name, why chains were left out.
@@ -126,16 +125,10 @@ class Bench:
     cluster: Cluster | None
     emulated: EmulatedCluster | None
     nodes: tuple[int, ...]
+    layout: Layout
     batch: Batch
     candidates: Sequence[BenchCandidate] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def layout(self) -> Layout:
-        """The exchange as this rank sees it; nodes have their numbers in the launch."""
-        ours = self.candidates[-1].dispatcher
-        ranks = dist.get_process_group_ranks(ours.tp_ep_group)
-        return replace(ours.setup.layout, nodes=tuple(self.nodes[rank] for rank in ranks))
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -154,26 +147,34 @@ def with_candidates(bench: Bench) -> Bench:
     settings = bench.settings
     candidates = [stock_candidate(bench, name) for name in settings.stock]
     skipped: dict[str, str] = {}
-    for key in settings.pipelines:
-        try:
-            candidates.append(monta_candidate(bench, *key))
-        except ValueError as error:
-            if not settings.skip_incompatible:
-                raise
-            skipped[key[0]] = str(error)
+    for overlaps in (False, True) if settings.overlap_experts else (False,):
+        for choice in settings.choices(overlaps):
+            try:
+                candidates.append(monta_candidate(bench, choice, overlaps))
+            except ValueError as error:
+                if not settings.skip_incompatible:
+                    raise
+                skipped[AUTO if choice is None else choice.chain] = str(error)
     return replace(bench, candidates=candidates, skipped=skipped)
 
 
 def stock_candidate(bench: Bench, name: str) -> BenchCandidate:
     """One of Megatron's dispatchers."""
-    dispatcher = build_dispatcher(STOCK_DISPATCHERS[name], bench.settings)
-    return BenchCandidate(kind="megatron", requested=name, dispatcher=dispatcher, batch=bench.batch)
+    return BenchCandidate(
+        kind="megatron",
+        requested=Choice(chain=name, num_chunks=1),
+        dispatcher=build_dispatcher(STOCK_DISPATCHERS[name], bench.settings),
+        batch=bench.batch,
+    )
 
 
-def monta_candidate(
-    bench: Bench, chain: str, num_chunks: int | None, overlaps: bool = False
-) -> BenchCandidate:
+def monta_candidate(bench: Bench, choice: Choice | None, overlaps: bool = False) -> BenchCandidate:
     """Our dispatcher, with the benchmark's nodes and costs.
+
+    Args:
+        bench: to which it belongs.
+        choice: that it runs; None for `auto`.
+        overlaps: whether the experts may run inside its pipeline.
 
     Raises:
         ValueError: the chain cannot run here.
@@ -183,17 +184,17 @@ def monta_candidate(
     dispatcher = build_dispatcher(
         MontaTokenDispatcher,
         bench.settings,
-        chain=chain,
-        num_chunks=num_chunks,
+        chain=choice and choice.chain,
+        num_chunks=choice and choice.num_chunks,
+        overlap_experts=overlaps,
         ranks_per_node=bench.ranks_per_node,
         cluster=bench.cluster or emulated,
-        tune_steps=bench.settings.tune_steps if chain == AUTO and not overlaps else 0,
+        tune_steps=bench.settings.tune_steps if choice is None and not overlaps else 0,
         # The benchmark compares more, see `measure`.
         check=0,
-        overlap_experts=overlaps or None,
     )
     return BenchCandidate(
-        kind="monta", requested=chain, dispatcher=dispatcher, batch=bench.batch, overlaps=overlaps
+        kind="monta", requested=choice, dispatcher=dispatcher, batch=bench.batch, overlaps=overlaps
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from numpy.typing import NDArray
 
 from monta_megatron.chains import CHAINS
@@ -34,7 +35,6 @@ from monta_megatron.exchange.collectives import (
 from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.integration.auto import AutoChooser
-from monta_megatron.integration.options import AUTO
 from monta_megatron.integration.planning import shape_of
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.price import price
@@ -51,7 +51,7 @@ from monta_megatron.tools.bench.candidates import (
     run_candidate,
     with_candidates,
 )
-from monta_megatron.tools.bench.report import Report, Row
+from monta_megatron.tools.bench.report import MismatchError, Report, Row
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.record import record
 from monta_megatron.tools.stock_collectives import sent_by
@@ -62,10 +62,6 @@ MICRO_BATCHES = 4
 ROW_SETTINGS = ("tokens", "top_k", "routing", "tp", "ep", "etp")
 # Columns after which the signs of `signed_experts` repeat: those of 1,024 parts differ.
 SIGN_BITS = 10
-
-
-class MismatchError(Exception):
-    """A candidate differs from stock alltoall; one line for each difference."""
 
 
 def measure_point(
@@ -114,15 +110,24 @@ def measure_point(
 
 
 def prepare(settings: Settings, cluster: Cluster | None) -> Bench:
-    """Megatron's groups and the data; without dispatchers."""
+    """Megatron's groups, the exchange on them and the data; without dispatchers."""
     initialize_groups(settings)
-    world = dist.group.WORLD
+    world, group = dist.group.WORLD, get_default_pg_collection().tp_ep
     assert world is not None, "the launch is joined"
+    nodes = find_nodes(world, settings.ranks_per_node)
+    layout = Layout(
+        ep=settings.ep,
+        etp=settings.etp,
+        num_local_experts=settings.experts // settings.ep,
+        rank=dist.get_rank(group),
+        nodes=tuple(nodes[rank] for rank in dist.get_process_group_ranks(group)),
+    )
     return Bench(
         settings=settings,
         cluster=cluster,
         emulated=EmulatedCluster.from_environment(),
-        nodes=find_nodes(world, settings.ranks_per_node),
+        nodes=nodes,
+        layout=layout,
         batch=make_batch(settings, dist.get_rank(), device_of_ranks()),
     )
 
@@ -143,7 +148,7 @@ def provenance(bench: Bench) -> dict[str, Any]:
 
 def _tune(bench: Bench, progress: Progress) -> None:
     """Open the tuning window of `auto`, as in a training."""
-    (auto,) = (each for each in bench.candidates if each.requested == AUTO and not each.overlaps)
+    (auto,) = (each for each in bench.candidates if each.requested is None and not each.overlaps)
     chooser, optimizer = auto.dispatcher.chooser, torch.optim.SGD([torch.zeros(1)])
     assert isinstance(chooser, AutoChooser), "it chooses"
     num_iterations = bench.settings.tune_steps + TIME_LAG
@@ -170,7 +175,6 @@ def _time(
     for candidate, ms, (inter_bytes, intra_bytes) in zip(
         candidates, times_ms.T, sent_bytes, strict=True
     ):
-        chain, num_chunks = candidate.key
         p10_ms, median_ms, p90_ms = np.percentile(ms, [10, 50, 90]).tolist()
         inside = candidate.overlaps and candidate.dispatcher.computes
         predicted_ms = _predicted_ms(bench, candidate, phase) if scope == "exchange" else None
@@ -178,8 +182,8 @@ def _time(
             Row(
                 **{name: getattr(settings, name) for name in ROW_SETTINGS},
                 dispatcher=candidate.kind,
-                chain=chain,
-                num_chunks=num_chunks,
+                chain=candidate.choice.chain,
+                num_chunks=candidate.choice.num_chunks,
                 scope=scope,
                 phase=phase,
                 inter_mbit=bench.emulated.inter_mbit if bench.emulated else None,
@@ -191,7 +195,7 @@ def _time(
                 pct_of_limit=least_ms and 100 * least_ms / median_ms,
                 ratio_to_alltoall=stock_ms / median_ms,
                 predicted_ms=predicted_ms,
-                chosen=candidate.requested == AUTO,
+                chosen=candidate.requested is None,
                 experts_pipelined=inside if scope == "layer" else None,
             )
         )
@@ -202,10 +206,11 @@ def _predicted_ms(bench: Bench, candidate: BenchCandidate, phase: Phase) -> floa
     """Predicted time of a candidate; None for stock's, or without a cluster file."""
     if bench.cluster is None or candidate.kind == "megatron":
         return None
-    dispatcher, (chain, num_chunks) = candidate.dispatcher, candidate.key
+    dispatcher, choice = candidate.dispatcher, candidate.choice
     shape = shape_of(dispatcher.config, dispatcher.setup.layout)
     shape = replace(shape, tokens_per_rank=bench.settings.tokens)
-    return price(shape, bench.cluster, CHAINS[chain], num_chunks, phase).total_us / 1e3
+    chain = CHAINS[choice.chain]
+    return price(shape, bench.cluster, chain, choice.num_chunks, phase).total_us / 1e3
 
 
 def differences_from_stock(candidates: Sequence[BenchCandidate], layout: Layout) -> list[str]:
@@ -225,7 +230,7 @@ def differences_from_stock(candidates: Sequence[BenchCandidate], layout: Layout)
         # Stock's dispatchers may have other rows at the experts.
         names = [name for name in results if candidate.kind == "monta" or "experts" not in name]
         lines_here += [
-            f"{candidate.kind} {' x'.join(map(str, candidate.key))}: {name} differ from stock's"
+            f"{candidate.kind} {candidate.choice.name}: {name} differ from stock's"
             for name in names
             if not torch.equal(results[name][candidate.tokens_here], expected[name])
         ]

@@ -7,6 +7,10 @@ from typing import Any
 from monta_megatron.common.text import table
 
 
+class MismatchError(Exception):
+    """A candidate differs from stock alltoall; one line for each difference."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One candidate in one phase; the field names of `monta bench --json`.

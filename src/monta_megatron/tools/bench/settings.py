@@ -9,13 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from monta_megatron.common.rules import (
-    listed,
-    name_of,
-    num_tokens,
-    positive,
-    whole,
-)
+from monta_megatron.common.rules import listed, name_of, num_tokens, positive, whole
+from monta_megatron.core import Choice
 
 # As in `chains.program`, which `--help` does not import.
 Phase: TypeAlias = Literal["forward", "forward_backward"]
@@ -117,23 +112,23 @@ class Settings:
     overlap_experts: bool
     skip_incompatible: bool
 
-    @property
-    def pipelines(self) -> list[tuple[str, int | None, bool]]:
-        """Chains to run, their numbers of chunks, and whether their experts run inside.
-
-        For "auto" the number is None, and the planner chooses it and whether the experts do.
-        """
+    def choices(self, splits_experts: bool) -> list[Choice | None]:
+        """Choices to run, with the experts inside the pipeline or not; None where auto chooses."""
         from monta_megatron.chains import CHAINS
 
-        keys: list[tuple[str, int | None, bool]] = []
+        choices: list[Choice | None] = []
         for name in self.chains:
             chain = CHAINS.get(name)
-            serial = chain is not None and chain.serial
-            numbers = (None,) if chain is None else (1,) if serial else self.num_chunks
-            keys += [(name, number, False) for number in numbers]
-            if self.overlap_experts and (chain is None or chain.rows == "tokens"):
-                keys += [(name, number, True) for number in numbers if number != 1]
-        return sorted(keys, key=lambda key: key[2])
+            if chain is None:
+                choices.append(None)
+            elif chain.rows == "tokens" or not splits_experts:
+                numbers = (1,) if chain.serial else self.num_chunks
+                choices += [
+                    Choice(chain=name, num_chunks=number, splits_experts=splits_experts)
+                    for number in numbers
+                    if number > 1 or not splits_experts
+                ]
+        return choices
 
 
 FLAGS: dict[str, Flag] = {
@@ -183,9 +178,9 @@ def _rules(settings: Settings, world_size: int) -> list[tuple[str, bool, str]]:
     """The rules between flags: a setting's name, whether its rule holds, the rule."""
     ep, etp, tp, experts = settings.ep, settings.etp, settings.tp, settings.experts
     layer, ranks = settings.layer, f"the {world_size} ranks of this launch"
-    has_auto = any(num_chunks is None for _, num_chunks, _ in settings.pipelines)
-    has_inside = layer and any(inside for *_, inside in settings.pipelines)
-    inside = "come with --layer, and with auto or a chain of tokens in more than one chunk"
+    has_auto = None in settings.choices(splits_experts=False)
+    has_split = layer and settings.choices(splits_experts=True) != []
+    split = "come with --layer, and with auto or a chain of tokens in more than one chunk"
     return [
         ("tp", world_size % tp == 0, f"be a divisor of {ranks}"),
         (
@@ -200,5 +195,5 @@ def _rules(settings: Settings, world_size: int) -> list[tuple[str, bool, str]]:
         ("ffn_hidden", settings.ffn_hidden % etp == 0, f"be a multiple of --etp ({etp})"),
         ("tune_steps", has_auto or not settings.tune_steps, "come with --chains auto"),
         ("expert_ms", layer or settings.expert_ms is None, "come with --layer"),
-        ("overlap_experts", has_inside or not settings.overlap_experts, inside),
+        ("overlap_experts", has_split or not settings.overlap_experts, split),
     ]
