@@ -19,6 +19,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from fake_kernels import recorded_launches
 from numpy.typing import NDArray
 from stream_recorder import RecordedEvent, RecordedStream, Recorder
 from torch._subclasses import FakeTensorMode
@@ -82,8 +83,6 @@ class FakeDevice(TorchDispatchMode):
         self._context.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self._context.enter_context(self.recorder)
         if HAS_TRITON:
-            from fake_kernels import recorded_launches
-
             self._context.enter_context(recorded_launches(self.recorder.kernel))
         waits: Any = {"create": True, "synchronize": lambda *_: self._cross("waits for the device")}
         for patch in (

@@ -7,32 +7,24 @@ import pytest
 import torch
 from counted_routing import CountedRouting
 
-from monta_megatron.chains import CHAINS, Chain, Counts, TokenCounts
+from monta_megatron.chains import CHAINS, Counts, TokenCounts
 from monta_megatron.chains.chain import COUNT_BYTES, MOST_TOKENS, NUM_BLOCKS, num_counted_blocks
 from monta_megatron.core import Layout
 from monta_megatron.exchange.count_messages import CountMessages, MicroBatchCounts
 
-CANDIDATES = {**{name: (chain,) for name, chain in CHAINS.items()}, "auto": tuple(CHAINS.values())}
+NAMES = [*CHAINS, "auto"]
 # (EP, ETP, ranks per node)
 SHAPES = [(4, 1, 2), (4, 1, 4), (4, 1, 1), (6, 1, 3), (4, 2, 4), (2, 2, 2), (1, 2, 2), (1, 1, 1)]
 FOR_ETP_1 = ("alltoall_dedup", "hierarchical_alltoall")
 
 
 def table_of(
-    chains: tuple[Chain, ...],
-    shape: tuple[int, int, int],
-    rank: int,
-    num_local_experts: int,
-    num_blocks: int,
+    name: str, shape: tuple[int, int, int], rank: int, num_local_experts: int, num_blocks: int
 ) -> CountMessages:
     ep, etp, ranks_per_node = shape
-    layout = Layout(
-        ep=ep,
-        etp=etp,
-        num_local_experts=num_local_experts,
-        rank=rank,
-        nodes=tuple(other // ranks_per_node for other in range(ep * etp)),
-    )
+    nodes = tuple(other // ranks_per_node for other in range(ep * etp))
+    layout = Layout(ep=ep, etp=etp, num_local_experts=num_local_experts, rank=rank, nodes=nodes)
+    chains = CHAINS.values() if name == "auto" else [CHAINS[name]]
     chains = tuple(chain for chain in chains if chain.incompatibility(layout) is None)
     blocks = num_counted_blocks(chains, num_blocks)
     return CountMessages(chains=chains, layout=layout, num_blocks=blocks)
@@ -55,7 +47,7 @@ def test_messages_by_hand() -> None:
 
     block 0:  token 0 to experts 0 and 1, token 1 to expert 3     block 1:  token 2 to 2 and 3
     """
-    table = table_of((CHAINS["hierarchical_alltoall"],), (4, 1, 2), 0, 1, 2)
+    table = table_of("hierarchical_alltoall", (4, 1, 2), 0, 1, 2)
     routing_map = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1]], dtype=torch.bool)
     messages, _ = table.count(routing_map, 5 + (7 << 32), 11)
     header = [3, 11, 2, 5, 7]
@@ -72,19 +64,14 @@ def test_messages_by_hand() -> None:
 @pytest.mark.parametrize("num_blocks", [1, 3, 8])
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        (name, shape)
-        for name in CANDIDATES
-        for shape in SHAPES
-        if shape[1] == 1 or name not in FOR_ETP_1
-    ],
+    [(name, shape) for name in NAMES for shape in SHAPES if shape[1] == 1 or name not in FOR_ETP_1],
 )
 def test_every_rank_reads_what_a_recorded_routing_counts(
     name: str, shape: tuple[int, int, int], num_blocks: int
 ) -> None:
     """Some ranks have no tokens, or fewer than blocks."""
     num_ranks = shape[0] * shape[1]
-    tables = [table_of(CANDIDATES[name], shape, rank, 2, num_blocks) for rank in range(num_ranks)]
+    tables = [table_of(name, shape, rank, 2, num_blocks) for rank in range(num_ranks)]
     generator = torch.Generator().manual_seed(num_blocks)
     lengths = [(12, 0, 5, 1, 40, 8)[rank % 6] for rank in range(num_ranks)]
     maps = [
@@ -114,13 +101,13 @@ def check_counts(counts: Counts | TokenCounts | None, expected: Counts | TokenCo
             np.testing.assert_array_equal(getattr(counts, field.name), value, field.name)
 
 
-@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_512_ranks_send_a_rank_is_half_a_megabyte_at_most(name: str) -> None:
     """512 experts, 8 ranks on a node, as many blocks as `auto` counts.
 
     By hand for `auto`: a header of 4, an expert, a node and its 8 ranks, in 8 blocks, 4 bytes each.
     """
-    table = table_of(CANDIDATES[name], (512, 1, 8), 300, 1, NUM_BLOCKS)
+    table = table_of(name, (512, 1, 8), 300, 1, NUM_BLOCKS)
     messages, sent = table.count(torch.zeros(4, 512, dtype=torch.bool))
     assert table.join(messages, sent).dtype == torch.int32
     # As large as what it sends.
@@ -130,7 +117,7 @@ def test_what_512_ranks_send_a_rank_is_half_a_megabyte_at_most(name: str) -> Non
 
 
 def test_sums_of_ranks_are_above_what_one_can_count() -> None:
-    table = table_of((CHAINS["alltoall"],), (2, 1, 1), 0, 1, 1)
+    table = table_of("alltoall", (2, 1, 1), 0, 1, 1)
     most = torch.full((2, 1, 6), MOST_TOKENS, dtype=torch.int32)
     counts = table.read(table.join(most, {"experts": most[0, :, :2]}).numpy())
     assert counts.permuted_tokens.received.sum() == 2 * MOST_TOKENS

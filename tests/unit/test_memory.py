@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from fake_kernels import recorded_launches
 from stream_recorder import Recorder
 from test_stream_safety import CASES, Layer
 
@@ -50,14 +50,11 @@ def measure(
         peaks[way.name] = recorder.peak_bytes - before
         return outputs
 
-    kernels: Any = nullcontext()
-    if fused:
-        from fake_kernels import recorded_launches
-
-        # Memory is allocated around kernels that do not run.
-        kernels = recorded_launches(recorder.kernel)
+    # Memory is allocated around kernels that do not run.
+    kernels = recorded_launches(recorder.kernel) if fused else nullcontext()
     with kernels, mock.patch.object(executor, "run", run), recorder:
         layer.run()
+    assert recorder.findings == []
     return peaks, layer.exchange.bound_chain, layer.exchange.max_experts_per_token
 
 

@@ -73,7 +73,7 @@ Cr           end C2
 
 @pytest.mark.parametrize(
     ("chain_name", "layout_name"),
-    sorted(TWO_COLLECTIVES.keys() & set(TOKEN_CASES)),
+    sorted(set(TWO_COLLECTIVES) & set(TOKEN_CASES)),
 )
 def test_order_of_collectives_by_hand(chain_name: str, layout_name: str) -> None:
     """Backward mirrors forward: combine's backward in place of dispatch."""
