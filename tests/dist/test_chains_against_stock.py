@@ -22,6 +22,13 @@ LAYOUTS = {
     "hierarchical_allgather": [(1, 4, 1, 2), (2, 2, 2, 2), (4, 1, 4, 4), (1, 4, 1, 1)],
     "hierarchical_alltoall": [(1, 4, 1, 2), (2, 4, 1, 4), (1, 4, 1, 1)],
 }
+# With the experts in the pipeline.
+SPLIT_LAYOUTS = {
+    "allgather": (2, 2, 2, 2),
+    "alltoall_dedup": (2, 4, 1, 2),
+    "hierarchical_allgather": (2, 2, 2, 2),
+    "hierarchical_alltoall": (2, 4, 1, 2),
+}
 # What is changed of a case.
 BATCHES: list[dict[str, Any]] = [
     {},
@@ -35,13 +42,17 @@ CHUNKS = [1, 2, 3, 4, 5, 6, 7]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("chain", "layout"),
-    [(chain, layout) for chain, layouts in LAYOUTS.items() for layout in layouts],
+    ("chain", "layout", "pipelined"),
+    [
+        *((chain, layout, False) for chain, layouts in LAYOUTS.items() for layout in layouts),
+        *((chain, layout, True) for chain, layout in SPLIT_LAYOUTS.items()),
+    ],
 )
 @on_ranks(4)
-def test_chain(chain: str, layout: tuple[int, int, int, int], dtype: str) -> None:
+def test_chain(chain: str, layout: tuple[int, ...], pipelined: bool, dtype: str) -> None:
     tp, ep, etp, ranks_per_node = layout
-    case = Case(chain=chain, tp=tp, ep=ep, etp=etp, ranks_per_node=ranks_per_node, dtype=dtype)
+    place = {"tp": tp, "ep": ep, "etp": etp, "ranks_per_node": ranks_per_node}
+    case = Case(chain=chain, dtype=dtype, pipelined=pipelined, **place)
     for number, (num_local_experts, changes) in enumerate(product((1, 2, 3), BATCHES)):
         topk = min(3, ep * num_local_experts - 1) or 1
         each = replace(case, num_local_experts=num_local_experts, **{"topk": topk, **changes})
