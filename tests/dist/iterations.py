@@ -50,31 +50,21 @@ class Model:
             torch.optim.SGD(layer.parameters(), lr=0.05, momentum=0.9) for layer in self.layers
         ]
         self.exchanges: list[Exchange] = []
-        for layer in self.layers:
-            self._note(layer.token_dispatcher)
 
     @property
     def chooser(self) -> Any:
         """Of all layers, where they share one."""
         return self.layers[0].token_dispatcher.chooser
 
-    def _note(self, dispatcher: Any) -> None:
-        bind = dispatcher._bind
-
-        def noting(counts: Any) -> None:
-            tuner = getattr(dispatcher.chooser, "tuner", None)
-            step = 0 if tuner is None else tuner.step
-            bind(counts)
-            is_training = dispatcher.moe_layer().training
-            self.exchanges.append((step, dispatcher.choice.name, is_training))
-
-        dispatcher._bind = noting
-
     def forward(self, generator: torch.Generator, num_tokens: int) -> torch.Tensor:
         hidden = torch.randn(num_tokens, 1, self.case.hidden, generator=generator).to("cuda")
         for layer in self.layers:
             force(layer.router, routing_of_rank(self.case, num_tokens, generator))
             hidden = hidden + layer(hidden)[0]
+            dispatcher = layer.token_dispatcher
+            tuner = getattr(dispatcher.chooser, "tuner", None)
+            step = 0 if tuner is None else tuner.step
+            self.exchanges.append((step, dispatcher.choice.name, layer.training))
         return hidden.square().mean()
 
     def step(self, number: int) -> list[float]:

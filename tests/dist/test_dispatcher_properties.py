@@ -8,7 +8,7 @@ Then they are drawn together at random.
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,12 +121,61 @@ def draw_cases(world_size: int, seed: int) -> Iterator[Case]:
             changed = replace(changed, config=DROP)
         if not changed.is_training:
             changed = replace(changed, recompute="")
+        if changed.dtype == "float64":
+            # Stock reduces over ETP in the dtype of the probabilities.
+            changed = replace(changed, probs_dtype="float64")
         yield changed
 
 
 @pytest.mark.timeout(600)
 def test_every_dispatcher_gives_what_stock_gives(pools: Pools) -> None:
     run_cases(pools[4], check_many, islice(draw_cases(4, seed=0), NUM_CASES))
+
+
+# What is changed of a whole layer.
+BATCHES: list[dict[str, Any]] = [
+    {},
+    {"tokens": (0, 24, 24, 24)},
+    {"routing": "expert0_empty"},
+    {"routing": "one_expert", "topk": 1},
+    {"tokens": (2,)},
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("tp", "shape"),
+    [
+        *((1, (4, 1, ranks_per_node)) for ranks_per_node in (4, 3, 2, 1)),
+        *((1, (2, 2, ranks_per_node)) for ranks_per_node in (4, 2)),
+        *((2, shape) for shape in ((4, 1, 2), (2, 2, 2))),
+        *((4, shape) for shape in ((2, 1, 3), (1, 4, 4))),
+    ],
+    ids=str,
+)
+def test_a_layer(pools: Pools, tp: int, shape: tuple[int, int, int], dtype: str) -> None:
+    """Every chain with Megatron's experts: what they get, the output, all gradients."""
+    cases = cases_on([shape], Case, tp=tp, dtype=dtype, checked=False)
+    if tp == 2:
+        cases += [replace(case, pipelined=True) for case in cases if case.has_tokens]
+    numbers, changed = cycle(range(1, 8)), []
+    for case, num_local_experts, changes in product(cases, (1, 2, 3), BATCHES):
+        topk = min(3, shape[0] * num_local_experts - 1) or 1
+        more = {"num_local_experts": num_local_experts, "topk": topk, "num_chunks": next(numbers)}
+        changed.append(replace(case, **(more | changes)))
+    run_cases(pools[4], check_many, iter(changed))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@on_ranks(4)
+def test_a_second_derivative_is_refused_by_name(num_chunks: int) -> None:
+    """The gradient of a gradient: stock has it, ours does not."""
+    layer = build_layer(Case(num_chunks=num_chunks))
+    hidden = torch.randn(4, 1, 16).requires_grad_()
+    output, _ = layer(hidden)
+    (gradient,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 @on_ranks(4)

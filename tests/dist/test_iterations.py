@@ -10,7 +10,6 @@ import torch.distributed as dist
 from cuda_graphs import replay_cuda_graph_attributes
 from iterations import Exchange, Model, Training
 from layers import (
-    Case,
     build_layer,
     build_pair,
     compare,
@@ -95,46 +94,36 @@ def test_losses_while_tuning_are_those_of_a_fixed_chain(name: str) -> None:
     assert losses == fixed.train(NUM_STEPS)
 
 
-def tune(case: Case, num_steps: int, us_of_choice: dict[str, float]) -> tuple[list[str], str]:
-    """A training in which each choice takes a given time, and nothing else takes any.
+@on_ranks(4)
+def test_the_winner_runs_from_the_third_step_after_the_window() -> None:
+    """24 steps; the best so far runs in two, since the times of the last steps are on their way.
 
-    Returns:
-        what ran in each step; what a rank said.
+    Each choice takes a given time, and nothing else takes any.
     """
     from monta_megatron.integration import auto
 
-    model = Model(case, Training())
+    model = Model(replace(CASE, options=AUTO.options | {"tune_steps": 24}), Training())
+    model.step(0)
+    names = [choice.name for choice in model.chooser.tuner.window.candidates]
+    us = {name: 1000.0 + 10 * number for number, name in enumerate(names)}
+    us |= {names[3]: 800.0, names[6]: 500.0}
+    if dist.get_rank() == 0:
+        # The slowest rank decides, and nothing where a rank has no time.
+        us |= {names[5]: 100.0, names[6]: 0.0}
 
     def take(clock: auto.IterationClock) -> list[float]:
-        return [us_of_choice.get(model.exchanges[-1][1], 1000.0)]
+        return [us[model.exchanges[-1][1]]]
 
     with (
         printed() as said,
         mock.patch.object(auto.IterationClock, "take", take),
         mock.patch.object(auto, "us_of", sum),
     ):
-        model.train(num_steps)
-    assert model.chooser.tuner.window.first == 0
-    ran = dict[int, str]()
-    for step, name, _ in model.exchanges:
-        assert ran.setdefault(step, name) == name
-    return list(ran.values()), said.getvalue()
-
-
-@on_ranks(4)
-def test_the_winner_runs_from_the_third_step_after_the_window() -> None:
-    """24 steps; the best so far runs in two, since the times of the last steps are on their way."""
-    case = replace(CASE, options=AUTO.options | {"tune_steps": 24})
-    names, _ = tune(case, 9, {})
-    # The slowest before, one candidate is the fastest by far, but all its trials but the last are
-    # slow ones: only step 23 tells.
-    candidates = names[:8]
-    assert candidates[0] == "alltoall in 1 chunk" and names[8] == candidates[0]
-    us = {name: 1000.0 + 10 * number for number, name in enumerate(candidates)}
-    us[candidates[3]] = 800.0
-    ran, said = tune(case, 40, us)
-    assert ran[:24] == candidates * 3 and ran[24:] == [candidates[3]] * 16
-    assert not said or said.count("wins with 0.80 ms per iteration") == 1
+        for number in range(1, 40):
+            model.step(number)
+    ran = [{name for step, name, _ in model.exchanges if step == number} for number in range(40)]
+    assert ran == [{name} for name in names * 3 + names[3:4] * 16]
+    assert dist.get_rank() or said.getvalue().count("wins with 0.80 ms per iteration") == 1
 
 
 @on_ranks(4)

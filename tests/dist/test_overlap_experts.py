@@ -1,6 +1,6 @@
 """Experts inside the pipeline (--moe-monta-overlap-experts), against stock's layer.
 
-`test_chains_against_stock` and `test_supported_settings` have layers of every chain with them,
+`test_dispatcher_properties` and `test_supported_settings` have layers of every chain with them,
 `tests/megatron/test_tuning.py` trains.
 """
 
@@ -158,11 +158,11 @@ def test_products_of_all_chunks_add_to_one_gradient() -> None:
     """With gradient accumulation fusion a weight gets one placeholder, as without chunks."""
     case, gradients = replace(CASE, config={"gradient_accumulation_fusion": True}), []
     for num_chunks in (3, 1):
-        layer = build_layer(replace(case, num_chunks=num_chunks))
-        weights = list(layer.experts.parameters())
-        for weight in weights:
-            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
         with gradient_accumulation_fusion() as placeholders:
+            layer = build_layer(replace(case, num_chunks=num_chunks))
+            weights = list(layer.experts.parameters())
+            for weight in weights:
+                weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
             forward_backward(case, layer)
         assert placeholders == Counter(tuple(weight.shape) for weight in weights)
         assert all(weight.grad_added_to_main_grad for weight in weights)
