@@ -103,22 +103,23 @@ def test_the_winner_runs_from_the_third_step_after_the_window() -> None:
     from monta_megatron.integration import auto
 
     model = Model(replace(CASE, options=AUTO.options | {"tune_steps": 24}), Training())
-    model.step(0)
-    names = [choice.name for choice in model.chooser.tuner.window.candidates]
-    us = {name: 1000.0 + 10 * number for number, name in enumerate(names)}
-    us |= {names[3]: 800.0, names[6]: 500.0}
-    if dist.get_rank() == 0:
-        # The slowest rank decides, and nothing where a rank has no time.
-        us |= {names[5]: 100.0, names[6]: 0.0}
+    us: dict[str, float] = {}
 
     def take(clock: auto.IterationClock) -> list[float]:
-        return [us[model.exchanges[-1][1]]]
+        return [us.get(model.exchanges[-1][1], 1000.0)]
 
     with (
         printed() as said,
         mock.patch.object(auto.IterationClock, "take", take),
         mock.patch.object(auto, "us_of", sum),
     ):
+        model.step(0)
+        names = [choice.name for choice in model.chooser.tuner.window.candidates]
+        us |= {name: 1000.0 + 10 * number for number, name in enumerate(names)}
+        us |= {names[3]: 800.0, names[6]: 500.0}
+        if dist.get_rank() == 0:
+            # The slowest rank decides, and nothing where a rank has no time.
+            us |= {names[5]: 100.0, names[6]: 0.0}
         for number in range(1, 40):
             model.step(number)
     ran = [{name for step, name, _ in model.exchanges if step == number} for number in range(40)]
