@@ -5,15 +5,15 @@ compute what it should receive with `reference` and without communication. Where
 larger than a case's exchange, several exchanges of the same shape run side by side on data of
 their own.
 
-Notation: S = ranks of the exchange, T = tokens of a rank, H = hidden size, E = experts, L = local
-experts, W = length of the lists, N = pairs or expert rows, C = chunks.
+Notation: S = ranks of the exchange, T = tokens of a rank, H = hidden size, E = experts, W = length
+of the lists, N = pairs or expert rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import reference
 import torch
@@ -22,11 +22,11 @@ from equal import difference
 from fake_world import bound_exchange
 
 from monta_megatron.chains import CHAINS, Counts, TokenCounts
-from monta_megatron.core import Layout
+from monta_megatron.core import FLAT_GROUPS, Layout
 from monta_megatron.exchange.collectives import PeerGroup, peer_groups
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
-from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.rows import expert_ids_of
 
 C = TypeVar("C")
 
@@ -41,6 +41,32 @@ ROUTINGS = (
     "any_number",
     "every_expert",
 )
+# (EP, ETP, ranks per node) by world size. On 8 ranks the exchanges of 4 are two, side by side.
+# Fixed, so that every process group is made once.
+Shape = tuple[int, int, int]
+SHAPES: dict[int, list[Shape]] = {
+    4: [
+        *((4, 1, ranks_per_node) for ranks_per_node in (4, 3, 2, 1)),
+        *((2, 2, ranks_per_node) for ranks_per_node in (4, 2, 1)),
+        (1, 4, 4),
+        *((2, 1, ranks_per_node) for ranks_per_node in (2, 1)),
+        (1, 2, 2),
+    ],
+    8: [
+        *((8, 1, ranks_per_node) for ranks_per_node in (8, 5, 4, 2, 1)),
+        *((4, 2, ranks_per_node) for ranks_per_node in (8, 4, 2)),
+        *((2, 4, ranks_per_node) for ranks_per_node in (8, 4)),
+        *((4, 1, ranks_per_node) for ranks_per_node in (4, 2)),
+        (2, 2, 2),
+    ],
+}
+# (dtype of the rows, dtype of the probabilities)
+DTYPES = [
+    ("float32", "float32"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("float64", "float64"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +77,7 @@ class Case:
     "expert0_empty" spares the first, if it can; "one_expert" is the last expert alone; "one_rank"
     is the last EP rank alone; "limited" is one or two EP ranks per token; "capacity" drops pairs,
     so that some tokens have fewer experts or none; "any_number" is 0 to E experts per token;
-    "every_expert" is all of them.
+    "every_expert" is all of them. A serial chain has one chunk, whatever `num_chunks`.
     """
 
     chain: str
@@ -68,11 +94,6 @@ class Case:
     num_chunks: int = 1
     num_blocks: int = 1
     seed: int = 0
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """EP, ETP and ranks per node."""
-        return self.ep, self.etp, self.ranks_per_node
 
     @property
     def size(self) -> int:
@@ -105,6 +126,26 @@ class Case:
             rank=rank,
             nodes=tuple(peer // self.ranks_per_node for peer in range(self.size)),
         )
+
+
+def cases_on(shapes: Iterable[Shape], kind: Callable[..., C] = Case, **fields: Any) -> list[C]:
+    """A case of every chain on every shape that it accepts."""
+    places = [
+        Case(chain=chain, ep=ep, etp=etp, ranks_per_node=ranks_per_node)
+        for chain in CHAINS
+        for ep, etp, ranks_per_node in shapes
+    ]
+    return [
+        kind(
+            chain=place.chain,
+            ep=place.ep,
+            etp=place.etp,
+            ranks_per_node=place.ranks_per_node,
+            **fields,
+        )
+        for place in places
+        if CHAINS[place.chain].incompatibility(place.layout(0)) is None
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,43 +227,26 @@ def make_routing(case: Case, num_tokens: int, generator: torch.Generator) -> tor
     return routing_map
 
 
-# Kept, not made anew: every Gloo group has threads of its own, which nothing ends before the
-# process does.
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
-def _group_of(ranks: range) -> dist.ProcessGroup:
-    key = tuple(ranks)
-    if key not in _groups:
-        _groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _groups[key]
-
-
 @cache
-def find_groups(
-    chain: str, ep: int, etp: int, ranks_per_node: int
-) -> tuple[int, int, dist.ProcessGroup, dict[str, PeerGroup]]:
-    """This rank's exchange of that shape.
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Kept: every Gloo group has threads of its own, which end with the process alone."""
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
-    Returns:
-        which of the exchanges side by side it is in, its position there, the group of the whole
-        exchange, and the groups of the chain's stages.
-    """
-    case = Case(chain=chain, ep=ep, etp=etp, ranks_per_node=ranks_per_node)
-    exchange_index, rank = divmod(dist.get_rank(), case.size)
-    first = exchange_index * case.size
-    ep_rank, etp_rank = divmod(rank, etp)
-    whole = _group_of(range(first, first + case.size))
-    groups = peer_groups(
-        (CHAINS[chain],),
-        case.layout(rank),
-        {
-            "ep": _group_of(range(first + etp_rank, first + case.size, etp)),
-            "etp": _group_of(range(first + ep_rank * etp, first + (ep_rank + 1) * etp)),
-            "tp_ep": whole,
-        },
-    )
-    return exchange_index, rank, whole, groups
+
+def place_of(case: Case) -> tuple[int, int]:
+    """Which of the exchanges side by side this rank is in, and its position there."""
+    return divmod(dist.get_rank(), case.size)
+
+
+def groups_of(case: Case) -> dict[str, PeerGroup]:
+    """The groups of the chain's stages that this rank is in."""
+    exchange_index, rank = place_of(case)
+    layout, first = case.layout(rank), exchange_index * case.size
+    flat = {
+        str(name): _group_of(tuple(first + member for member in layout.members(name, rank)))
+        for name in FLAT_GROUPS
+    }
+    return peer_groups((CHAINS[case.chain],), layout, flat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +258,7 @@ class Source:
         counts: those counts.
         rank: this rank's position in the exchange.
         token: [N] the token of each source row; 0, 1, ... where rows are tokens.
-        expert: [N] the expert of each pair, or [T, W] the list of each token, filled up with E.
+        ids: [T, W] the list of each token, filled up with E; None where rows are permuted tokens.
         probs: [N] or [T, W].
     """
 
@@ -242,18 +266,8 @@ class Source:
     counts: Counts | TokenCounts
     rank: int
     token: torch.Tensor
-    expert: torch.Tensor
+    ids: torch.Tensor | None
     probs: torch.Tensor
-
-    @property
-    def has_lists(self) -> bool:
-        """Whether rows are tokens."""
-        return self.expert.dim() == 2
-
-    @property
-    def ids(self) -> torch.Tensor | None:
-        """The lists as `dispatch` takes them."""
-        return self.expert if self.has_lists else None
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [N, H]: Megatron's permute, or the tokens themselves."""
@@ -261,22 +275,9 @@ class Source:
 
     def sum_of_rows(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """[N, H] -> [T, H]: pairs are added in the order of their experts and rounded once."""
-        if self.has_lists:
-            return rows
-        total = torch.zeros(num_tokens, rows.shape[1], dtype=self.exchange.sum_dtype)
-        for expert in self.expert.unique():
-            here = self.expert == expert
-            total[self.token[here]] += rows[here].to(total.dtype)
-        return total.to(rows.dtype)
-
-    def dense_probs(self, probs: torch.Tensor, num_tokens: int, num_experts: int) -> torch.Tensor:
-        """[N] or [T, W] -> [T, E]."""
-        dense = probs.new_zeros(num_tokens, num_experts + 1)
-        if self.has_lists:
-            dense.scatter_(1, self.expert.long(), probs)
-        else:
-            dense[self.token, self.expert] = probs
-        return dense[:, :num_experts]
+        dtype = torch.promote_types(self.exchange.sum_dtype, rows.dtype)
+        total = torch.zeros(num_tokens, rows.shape[1], dtype=dtype)
+        return total.index_add_(0, self.token, rows.to(dtype)).to(rows.dtype)
 
 
 def make_source(
@@ -289,78 +290,70 @@ def make_source(
         data: of all ranks.
         place: the rank and its groups; None for this process's.
     """
-    if place is None:
-        _, rank, _, groups = find_groups(case.chain, *case.shape)
-    else:
-        rank, groups = place
-    chain, layout = CHAINS[case.chain], case.layout(rank)
-    routing_map, probs = data.routing_maps[rank], data.probs[rank]
-    num_tokens, num_experts = routing_map.shape
-
+    rank, groups = (place_of(case)[1], groups_of(case)) if place is None else place
+    routing_map, probs, ids = data.routing_maps[rank], data.probs[rank], None
     exchange, counts = bound_exchange(
-        chain,
-        layout,
+        CHAINS[case.chain],
+        case.layout(rank),
         data.routing_maps,
         case.num_chunks,
         case.num_blocks,
         groups=groups,
         sum_dtype=case.sum_dtype,
     )
-    if chain.rows == "permuted tokens":
+    if CHAINS[case.chain].rows == "permuted tokens":
         # Megatron's permutation: [E, T] in order.
         expert, token = routing_map.T.nonzero(as_tuple=True)
-        row_probs = probs[token, expert]
+        probs = probs[token, expert]
     else:
-        token = torch.arange(num_tokens)
-        descending = torch.arange(num_experts, 0, -1, dtype=torch.int32)
-        scores = (routing_map * descending).topk(exchange.max_experts_per_token, dim=1).values
-        expert = num_experts - scores
-        row_probs = probs.gather(1, expert.clamp(max=num_experts - 1).long()) * (scores > 0)
-
-    return Source(
-        exchange=exchange, counts=counts, rank=rank, token=token, expert=expert, probs=row_probs
-    )
+        token = torch.arange(len(routing_map))
+        probs, ids = expert_ids_of(routing_map, probs, exchange.max_experts_per_token)
+    return Source(exchange=exchange, counts=counts, rank=rank, token=token, ids=ids, probs=probs)
 
 
-def run_passes(
-    case: Case, data: Data, ended: Callable[[str, Monitor], None] = lambda name, monitor: None
-) -> dict[str, torch.Tensor]:
-    """All four passes of one exchange; `ended` is called behind each.
+# What a rank sent, by pass, then by stage and resource.
+BytesByPass = dict[str, dict[tuple[str, str], int]]
+
+
+def run_passes(case: Case, data: Data) -> tuple[dict[str, torch.Tensor], BytesByPass]:
+    """All four passes of one exchange.
 
     Returns:
         "expert_rows", "expert_probs" and "tokens_per_expert" of dispatch; "token_gradient" [T, H]
         and "prob_gradient" [T, E] of its backward pass; "output" [T, H] of combine, and
-        "expert_gradient" [N, H] of its backward pass.
+        "expert_gradient" [N, H] of its backward pass; and what each pass sent.
     """
-    source = make_source(case, data)
-    rank, exchange = source.rank, source.exchange
-    num_tokens = data.tokens[rank].shape[0]
+    rank = place_of(case)[1]
+    probs = data.probs[rank].requires_grad_()
+    source, num_tokens = make_source(case, data), len(probs)
+    exchange, sent = source.exchange, BytesByPass()
+
+    def ended(name: str) -> None:
+        sent[name] = {key: count for key, count in exchange.monitor.bytes_sent.items() if count}
+        exchange.monitor.bytes_sent.clear()
 
     rows = source.rows(data.tokens[rank]).requires_grad_()
-    probs = source.probs.clone().requires_grad_()
-    expert_rows, expert_probs = dispatch(exchange, rows, probs, source.ids)
-    ended("dispatch", exchange.monitor)
-    torch.autograd.backward(
-        [expert_rows, expert_probs], [data.expert_rows[rank], data.expert_probs[rank]]
-    )
-    ended("dispatch_backward", exchange.monitor)
-    assert rows.grad is not None and probs.grad is not None
-
+    arrived = dispatch(exchange, rows, source.probs, source.ids)
+    ended("dispatch")
+    given = data.expert_rows[rank], data.expert_probs[rank]
+    row_gradient, prob_gradient = torch.autograd.grad(arrived, (rows, probs), given)
+    ended("dispatch_backward")
     outputs = data.expert_rows[rank].clone().requires_grad_()
     combined = combine(exchange, outputs)
-    ended("combine", exchange.monitor)
-    torch.autograd.backward(combined, source.rows(data.gradients[rank]))
-    ended("combine_backward", exchange.monitor)
-    assert outputs.grad is not None
-    return {
-        "expert_rows": expert_rows.detach(),
-        "expert_probs": expert_probs.detach(),
+    ended("combine")
+    gradient = source.rows(data.gradients[rank])
+    (expert_gradient,) = torch.autograd.grad(combined, outputs, gradient)
+    ended("combine_backward")
+    results = {
+        "expert_rows": arrived[0].detach(),
+        "expert_probs": arrived[1].detach(),
         "tokens_per_expert": torch.from_numpy(exchange.bound_chain.rows_per_local_expert),
-        "token_gradient": source.sum_of_rows(rows.grad, num_tokens),
-        "prob_gradient": source.dense_probs(probs.grad, num_tokens, case.num_experts),
+        "token_gradient": source.sum_of_rows(row_gradient, num_tokens),
+        "prob_gradient": prob_gradient,
         "output": source.sum_of_rows(combined.detach(), num_tokens),
-        "expert_gradient": outputs.grad,
+        "expert_gradient": expert_gradient,
     }
+    return results, sent
 
 
 @contextmanager
@@ -375,10 +368,10 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
 
 def check(case: Case) -> list[str]:
     """Our four passes against the reference: what differs, one line each."""
-    exchange_index, rank, _, _ = find_groups(case.chain, *case.shape)
+    exchange_index, rank = place_of(case)
     data = make_data(case, exchange_index)
     with uninitialised_memory_is_nan():
-        ours = run_passes(case, data)
+        ours, _ = run_passes(case, data)
     shape = data.routing_maps, case.ep, case.etp
 
     # Step 1: what only moves is equal to the bit.
@@ -391,38 +384,35 @@ def check(case: Case) -> list[str]:
     mismatches = [(name, difference(ours[name], expected)) for name, expected in exact.items()]
 
     # Step 2: sums are within their roundings.
-    # The sum of each entry's terms, and of their absolute values.
-    total, magnitude = (
-        reference.combine(rows, *shape)[rank]
-        for rows in (data.expert_rows, [rows.abs() for rows in data.expert_rows])
-    )
-    prob_total, prob_magnitude = (
-        reference.combine_probs(probs, *shape)[rank]
-        for probs in (data.expert_probs, [probs.abs() for probs in data.expert_probs])
-    )
-    for name, expected, largest in (
-        ("output", total, magnitude),
-        ("token_gradient", total, magnitude),
-        ("prob_gradient", prob_total, prob_magnitude),
+    for name, combine_values, values in (
+        ("output", reference.combine, data.expert_rows),
+        ("token_gradient", reference.combine, data.expert_rows),
+        ("prob_gradient", reference.combine_probs, data.expert_probs),
     ):
-        bound = rounding_bound(case, ours[name], largest)
-        mismatches.append((name, difference(ours[name], expected, bound)))
+        # The sum of each entry's terms, and of their absolute values.
+        total, magnitude = (
+            combine_values(each, *shape)[rank] for each in (values, [one.abs() for one in values])
+        )
+        # On the wire a partial sum is rounded 4 times at most: experts, node, rail; or ETP, then
+        # experts.
+        num_terms = case.num_experts * case.etp
+        bound = rounding_bound(ours[name].dtype, case.sum_dtype, 4, num_terms) * magnitude
+        mismatches.append((name, difference(ours[name], total, bound)))
     where = f"rank {rank} of exchange {exchange_index}"
     return [f"{where}: {name}: {line}" for name, line in mismatches if line is not None]
 
 
-def rounding_bound(case: Case, result: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
-    """The most that rounding can do to a sum whose terms have absolute values of that sum.
+def rounding_bound(
+    dtype: torch.dtype, sum_dtype: torch.dtype, num_roundings: Any, num_terms: Any
+) -> Any:
+    """The most that rounding can do to a sum whose terms have absolute values of the sum 1.
 
-    Every partial sum is at most `magnitude`, and a rounding moves it by at most half an eps. A
-    partial sum is rounded to the wire's dtype at most 4 times (experts, node, rail; or ETP, then
-    experts), and each addition rounds once in the sum's dtype.
+    Every partial sum is at most 1, and a rounding moves it by at most half an eps: so many to the
+    dtype of the rows, and one for each term in the dtype of the sum.
     """
-    num_terms = case.num_experts * case.etp
-    sum_dtype = torch.promote_types(case.sum_dtype, result.dtype)
-    units = 4 * torch.finfo(result.dtype).eps / 2 + num_terms * torch.finfo(sum_dtype).eps / 2
+    sum_eps = torch.finfo(torch.promote_types(sum_dtype, dtype)).eps
     # 1%: errors on top of errors.
-    return 1.01 * units * magnitude
+    return 1.01 / 2 * (num_roundings * torch.finfo(dtype).eps + num_terms * sum_eps)
 
 
 def check_many(cases: list[Case]) -> list[tuple[int, str]]:
@@ -441,24 +431,4 @@ def each_checked(check: Callable[[C], list[str]], cases: list[C]) -> list[tuple[
             found += [(position, line) for line in check(case)]
         except Exception as error:
             raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
-    return found
-
-
-# By pass, then by stage and resource.
-BytesByPass = dict[str, dict[tuple[str, str], int]]
-
-
-def bytes_of_passes(cases: list[Case]) -> list[BytesByPass]:
-    """What a rank sent in each case."""
-    found: list[BytesByPass] = []
-
-    def ended(pass_name: str, monitor: Monitor) -> None:
-        sent = {key: count for key, count in monitor.bytes_sent.items() if count}
-        found[-1][pass_name] = sent
-        monitor.bytes_sent.clear()
-
-    for case in cases:
-        found.append({})
-        exchange_index, *_ = find_groups(case.chain, *case.shape)
-        run_passes(case, make_data(case, exchange_index), ended)
     return found

@@ -8,7 +8,6 @@ wrapped. Before generation every wrapped group is destroyed; afterwards the call
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -36,10 +35,7 @@ class Wrapped(dist.ProcessGroup):
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def forward(self: Wrapped, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
-
-    return forward
+    return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
 
 
 for _name in dir(dist.ProcessGroup):
@@ -48,59 +44,55 @@ for _name in dir(dist.ProcessGroup):
         setattr(Wrapped, _name, _forward(_name))
 
 
-@dataclass
 class Reloadable:
-    """All groups that were made while `reloadable_groups` was on.
+    """All groups that were made while `reloadable_groups` was on."""
 
-    `calls`: of `new_group`, with what they returned: a wrapped group, or another thing on ranks
-    that are not in it.
-    """
-
-    new_group: Callable[..., Any]
-    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._new_group = dist.new_group
+        # What each call returned, a wrapped group on ranks that are in it, and its arguments.
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def make(self, *args: Any, **kwargs: Any) -> Any:
         """`new_group`, recorded."""
-        group = self.new_group(*args, **kwargs)
+        group = self._new_group(*args, **kwargs)
         if isinstance(group, dist.ProcessGroup):
             group = Wrapped(group)
-        self.calls.append((group, args, kwargs))
+        self._calls.append((group, args, kwargs))
         return group
 
     def sleep(self) -> None:
         """Destroy every group."""
-        for group, _, _ in self.calls:
+        for group, _, _ in self._calls:
             if isinstance(group, Wrapped):
                 dist.destroy_process_group(group.inner)
                 group.inner = None
 
     def wake(self) -> None:
         """Make every group again, by all ranks in the order in which they were made."""
-        for group, args, kwargs in self.calls:
-            made = self.new_group(*args, **kwargs)
+        for group, args, kwargs in self._calls:
+            made = self._new_group(*args, **kwargs)
             if isinstance(group, Wrapped):
                 group.inner = made
+
+
+def _unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(value: Any) -> Any:
+        return value.inner if isinstance(value, Wrapped) else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = {name: inside(value) for name, value in kwargs.items()}
+        return function(*map(inside, args), **named)
+
+    return call
 
 
 @contextlib.contextmanager
 def reloadable_groups() -> Iterator[Reloadable]:
     """Wrap every group that is made."""
-
-    def inside(value: Any) -> Any:
-        return value.inner if isinstance(value, Wrapped) else value
-
-    def unwrapping(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            named = {name: inside(value) for name, value in kwargs.items()}
-            return function(*map(inside, args), **named)
-
-        return call
-
-    reloadable = Reloadable(dist.new_group)
-    with contextlib.ExitStack() as replaced:
-        for owner in (dist, distributed_c10d):
-            replaced.enter_context(mock.patch.object(owner, "new_group", reloadable.make))
-        for name in TAKE_GROUPS:
-            function = unwrapping(getattr(dist, name))
-            replaced.enter_context(mock.patch.object(dist, name, function))
+    reloadable = Reloadable()
+    functions = {name: _unwrapping(getattr(dist, name)) for name in TAKE_GROUPS}
+    with (
+        mock.patch.multiple(dist, new_group=reloadable.make, **functions),
+        mock.patch.object(distributed_c10d, "new_group", reloadable.make),
+    ):
         yield reloadable

@@ -1,105 +1,205 @@
-"""Random dispatchers give what stock's dispatcher gives, whatever the routing map and the options.
+"""A dispatcher takes whatever stock's takes and gives what stock's gives, whatever the routing map.
 
-`scripts/property_tests.py --against stock` runs more of them, or one of them alone.
+Shapes, dtypes and settings are those of Megatron-LM's own test_a2a_token_dispatcher.py, and their
+kin, on 4 ranks: every chain that can run on a layout is called, with the check at first use on.
+Then they are drawn together at random.
 """
 
-import importlib.util
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice, product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from dispatchers import DROP, PAD, check_many
-from exchanges import ROUTINGS
-from layers import Case
-from pool import Pools
-from test_exchange_properties import (
-    DTYPES,
-    SHAPES,
-    cases_on,
-    run_cases,
+import torch
+from exchanges import DTYPES, ROUTINGS, SHAPES, cases_on
+from layers import Case, build_layer, check_many, error_of, forward_backward
+from pool import Pools, on_ranks
+from test_exchange_properties import run_cases
+
+from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+
+DROP = {"moe_expert_capacity_factor": 1.0}
+PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+# (tp, ep, etp); stock never tests expert tensor parallelism of its own, as in the last two.
+LAYOUTS = [(1, 4, 1), (4, 1, 4), (2, 2, 2), (2, 4, 1), (1, 1, 4), (1, 2, 2)]
+IN_TWO = {"batch": 0, "tokens": (16,)}
+IN_THREE = {"batch": 4, "tokens": (16,)}
+FP64_ROWS = {"dtype": "float64", "params_dtype": "float32"}
+CALLS: dict[str, dict[str, Any]] = {
+    "flat": IN_TWO,
+    "sequences side by side": {"batch": 8, "tokens": (256,)},
+    "bf16": {**IN_TWO, "dtype": "bfloat16"},
+    "fp16 rows of an fp32 layer": {**IN_THREE, "dtype": "float16", "params_dtype": "float32"},
+    # Stock reduces over ETP in the dtype of the probabilities.
+    "fp64 rows, fp32 probabilities": {**IN_TWO, **FP64_ROWS},
+    "fp64 rows and probabilities": {**IN_TWO, **FP64_ROWS, "probs_dtype": "float64"},
+    "strided": {**IN_THREE, "strided": True},
+    "evaluation, then training": {**IN_THREE, "is_training": False, "num_steps": 2},
+    "recomputed": {**IN_THREE, "recompute": "reentrant"},
+    "recomputed without reentering": {**IN_TWO, "recompute": "not reentrant"},
+    "unchecked": {**IN_THREE, "checked": False},
+    "no tokens": {**IN_TWO, "tokens": (0,)},
+    "no sequences": {**IN_THREE, "tokens": (0,)},
+    "a latent width": {"hidden": 16, "width": 12},
+    "other tokens in every step": {"tokens": (24, 3, 0, 7, 0, 0, 0, 0, 100), "num_steps": 6},
+    "what a router has dropped": {**IN_TWO, "routing": "capacity", "config": DROP},
+    "padded to capacity": {**IN_TWO, "config": PAD},
+    # Each as it is, where no token has more than top-k, and where a framework has patched stock.
+    **{
+        f"{routing}, seed {seed}": {"routing": routing, "seed": seed}
+        for routing in ("capacity", "no_expert", "any_number", "every_expert", "mixed")
+        for seed in (0, 1)
+    },
+    # Dropped in its first micro-batch.
+    "one rank has no routed token": {"routing": "empty_rank", "config": DROP, "seed": 2},
+}
+ON_LAYOUTS: dict[str, Iterable[tuple[int, int, int]]] = {
+    **dict.fromkeys(
+        ("sequences side by side", "what a router has dropped", "padded to capacity"), LAYOUTS
+    ),
+    "fp64 rows, fp32 probabilities": [(1, 4, 1), (2, 4, 1)],
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "call"),
+    [(layout, call) for call in CALLS for layout in ON_LAYOUTS.get(call, [(1, 4, 1), (2, 2, 2)])],
+    ids=str,
 )
+def test_a_call(pools: Pools, layout: tuple[int, int, int], call: str) -> None:
+    """Every chain that can run there, and those of tokens with their experts in the pipeline."""
+    tp, ep, etp = layout
+    fields = {"num_local_experts": 8 // ep, "num_chunks": 2, "tokens": (12,), **CALLS[call]}
+    cases = cases_on([(ep, etp, 2)], Case, tp=tp, by_value=True, **fields)
+    cases += [replace(case, pipelined=True) for case in cases if case.has_tokens]
+    if call == "padded to capacity":
+        cases = [case for case in cases if not case.has_tokens]
+    run_cases(pools[4], check_many, iter(cases))
 
-from monta_megatron.chains import CHAINS
 
-# In the ordinary test run.
+# In the ordinary test run; `scripts/property_tests.py --against stock` runs more.
 NUM_CASES = 48
 # Megatron makes some twenty groups for a layout, and each keeps threads as long as its processes:
 # so few layouts in each life of the ranks, of so many cases.
 SHAPES_PER_POOL = 3
 CASES_PER_POOL = 400
-# Of a tuning window, with trials of two candidates.
-TUNE_STEPS = 6
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-def draw_case(draw: random.Random, shapes: list[tuple[int, int, int]], world_size: int) -> Case:
-    """A dispatcher on one of some shapes, with tiny rows, and options that go together."""
-    is_auto = chance(draw, 0.05)
-    named = [case for case in cases_on(world_size) if case.shape in shapes]
-    place = draw.choice(named)
-    name = "auto" if is_auto else place.chain
-    of_tokens = not is_auto and CHAINS[name].rows == "tokens"
-    dtype, probs_dtype = draw.choice(DTYPES)
-    # A planner takes longer than a case: a few configurations, which it is asked for again.
-    num_local_experts = 2 if is_auto else draw.randint(1, 3)
-
-    topk = 2 if is_auto else draw.randint(1, min(place.ep * num_local_experts, 4))
-    routing = draw.choice([*ROUTINGS, "no_expert", "empty_rank", "router"])
-    # Chains of tokens refuse to fill experts up.
-    config = draw.choice([{}, {}, {}, DROP, DROP if of_tokens else PAD])
-    if routing == "router":
-        config = {}
-    num_tokens = draw.choice([3, 12, 24])
-    # A router needs some, and ranks fill experts up to the same capacity.
-    least = 1 if routing == "router" else 0
-    tokens = [draw.randint(least, num_tokens) for _ in range(world_size)]
-    if config == PAD:
-        tokens = [max(tokens)] * world_size if any(tokens) else [1] * world_size
-
-    pipelined = (of_tokens or is_auto) and chance(draw, 0.25)
-    is_tuned = is_auto and chance(draw, 0.5)
-    fused = HAS_TRITON and of_tokens and dtype == "float32" and chance(draw, 0.05)
-    is_training = chance(draw, 0.9)
-    recomputes = ["", "", "reentrant", "not reentrant"]
-    return Case(
-        chain=name,
-        ep=place.ep,
-        etp=place.etp,
-        ranks_per_node=place.ranks_per_node,
-        num_local_experts=num_local_experts,
-        topk=topk,
-        tokens=tuple(tokens),
-        width=draw.choice([8, 32, 40, 64]),
-        dtype=dtype,
-        probs_dtype=probs_dtype,
-        routing=routing,
-        config=config,
-        options={"tune_steps": TUNE_STEPS if is_tuned else 0} if is_auto else {},
-        num_chunks=None if is_auto else 1 if CHAINS[name].serial else draw.randint(1, 7),
-        num_steps=draw.randint(1, 6 + 4 * is_tuned) if is_auto else draw.choice([1, 1, 2]),
-        pipelined=pipelined,
-        fused=fused,
-        flat=chance(draw, 0.3),
-        strided=chance(draw, 0.3),
-        is_training=is_training,
-        recompute=draw.choice(recomputes) if is_training else "",
-        checked=chance(draw, 0.1),
-        seed=draw.randrange(2**31),
-    )
-
-
-def chance(draw: random.Random, probability: float) -> bool:
-    return draw.random() < probability
 
 
 def draw_cases(world_size: int, seed: int) -> Iterator[Case]:
-    """Cases without end on a few shapes, so that the ranks make few groups."""
+    """Calls with other options and data without end, on a few shapes, some with `auto`."""
     draw = random.Random(seed)
-    shapes = draw.sample(SHAPES[world_size], SHAPES_PER_POOL)
+    places = cases_on(draw.sample(SHAPES[world_size], SHAPES_PER_POOL), Case, by_value=True)
     while True:
-        yield draw_case(draw, shapes, world_size)
+        case, is_auto = draw.choice(places), draw.random() < 0.05
+        dtype, probs_dtype = draw.choice(DTYPES)
+        num_local_experts = draw.randint(1, 3)
+        changes = {
+            "num_local_experts": num_local_experts,
+            "topk": draw.randint(1, min(case.ep * num_local_experts, 4)),
+            "tokens": tuple(draw.randint(0, 24) for _ in range(world_size)),
+            "dtype": dtype,
+            "probs_dtype": probs_dtype,
+            "hidden": draw.choice([8, 32, 40, 64]),
+            "routing": draw.choice([*ROUTINGS, "no_expert", "empty_rank"]),
+            "num_chunks": draw.randint(1, 7),
+            "recompute": draw.choice(["", "", "reentrant", "not reentrant"]),
+            "strided": draw.random() < 0.3,
+            "pipelined": case.has_tokens and draw.random() < 0.25,
+            "checked": draw.random() < 0.1,
+            "seed": draw.randrange(2**31),
+            **CALLS[draw.choice(list(CALLS))],
+        }
+        if is_auto:
+            # A planner takes longer than a case: one configuration, which it is asked for again.
+            changes |= {"chain": "auto", "num_local_experts": 2, "topk": 2, "num_chunks": None}
+            changes |= {"options": {"tune_steps": draw.choice([0, 6])}, "num_steps": 8}
+        changed = replace(case, **changes)
+        if changed.config == PAD and changed.has_tokens:
+            changed = replace(changed, config=DROP)
+        if not changed.is_training:
+            changed = replace(changed, recompute="")
+        if changed.dtype == "float64":
+            # Stock reduces over ETP in the dtype of the probabilities.
+            changed = replace(changed, probs_dtype="float64")
+        yield changed
 
 
 @pytest.mark.timeout(600)
 def test_every_dispatcher_gives_what_stock_gives(pools: Pools) -> None:
-    run_cases(pools[4], check_many, draw_cases(4, seed=0), NUM_CASES)
+    run_cases(pools[4], check_many, islice(draw_cases(4, seed=0), NUM_CASES))
+
+
+# What is changed of a whole layer.
+BATCHES: list[dict[str, Any]] = [
+    {},
+    {"tokens": (0, 24, 24, 24)},
+    {"routing": "expert0_empty"},
+    {"routing": "one_expert", "topk": 1},
+    {"tokens": (2,)},
+]
+
+
+@pytest.mark.parametrize(
+    ("tp", "shape"),
+    [
+        *((1, (4, 1, ranks_per_node)) for ranks_per_node in (4, 3, 2, 1)),
+        *((1, (2, 2, ranks_per_node)) for ranks_per_node in (4, 2)),
+        *((2, shape) for shape in ((4, 1, 2), (2, 2, 2))),
+        *((4, shape) for shape in ((2, 1, 3), (1, 4, 4))),
+    ],
+    ids=str,
+)
+def test_a_layer(pools: Pools, tp: int, shape: tuple[int, int, int]) -> None:
+    """Every chain with Megatron's experts: what they get, the output, all gradients."""
+    cases = cases_on([shape], Case, tp=tp, checked=False)
+    if tp == 2:
+        cases += [replace(case, pipelined=True) for case in cases if case.has_tokens]
+    changed = []
+    for number, (case, num_local_experts, changes) in enumerate(product(cases, (1, 2, 3), BATCHES)):
+        more = {
+            "num_local_experts": num_local_experts,
+            "topk": min(3, shape[0] * num_local_experts - 1) or 1,
+            # Rows are moved whatever they hold: each case meets one number of chunks.
+            "num_chunks": number % 7 + 1,
+            "dtype": ("float32", "bfloat16")[number % 2],
+        }
+        changed.append(replace(case, **(more | changes)))
+    run_cases(pools[4], check_many, iter(changed))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@on_ranks(4)
+def test_a_second_derivative_is_refused_by_name(num_chunks: int) -> None:
+    """The gradient of a gradient: stock has it, ours does not."""
+    layer = build_layer(Case(num_chunks=num_chunks))
+    hidden = torch.randn(4, 1, 16).requires_grad_()
+    output, _ = layer(hidden)
+    (gradient,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@on_ranks(4)
+def test_a_map_with_more_experts_than_were_permuted() -> None:
+    case = Case(routing="every_expert")
+    layer = build_layer(case)
+    error = error_of(forward_backward, case, layer)
+    assert error.startswith(
+        "routing_map: holds 192 token-expert pairs, must hold at most the 48 of moe_router_topk"
+    )
+
+
+def test_a_fused_permutation_keeps_its_mapping() -> None:
+    """Transformer Engine's has a row for each token, whatever was permuted: 24 rows of 12."""
+    dispatcher: Any = SimpleNamespace(
+        config=SimpleNamespace(moe_permute_fusion=True),
+        reversed_local_input_permutation_mapping=torch.zeros(12, 9),
+    )
+    rows, probs = MontaTokenDispatcher._as_counted(
+        dispatcher, torch.zeros(24, 8), torch.zeros(24), 20
+    )
+    assert (len(rows), len(probs)) == (20, 20)
+    assert len(dispatcher.reversed_local_input_permutation_mapping) == 12

@@ -1,50 +1,28 @@
-"""The exchange alone, every chain: rounded as seldom as said, sending the bytes that were said.
+"""The exchange alone, every chain: rounded as seldom as said, and the same bits in every run.
 
 `test_exchange_properties` compares it with the reference.
 """
 
 import math
-from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import reference
 import torch
-import torch.distributed as dist
 from equal import assert_equal
-from exchanges import Case, bytes_of_passes, find_groups, make_data, run_passes
+from exchanges import SHAPES, Case, cases_on, make_data, place_of, run_passes
 from layers import gathered
 from pool import on_ranks
-from test_exchange_properties import cases_on
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import executor
 from monta_megatron.exchange.streams import Streams
 
-CASES = [case for case in cases_on(4) if case.size == 4]
+CASES = cases_on([shape for shape in SHAPES[4] if shape[0] * shape[1] == 4])
 
 
 def name_of(case: Case) -> str:
     return f"{case.chain}-ep{case.ep}-etp{case.etp}-node{case.ranks_per_node}"
-
-
-def in_chunks(case: Case, num_chunks: int, num_blocks: int) -> Case:
-    """The case in so many chunks of so many blocks in all, unless its chain is serial."""
-    if CHAINS[case.chain].serial:
-        return case
-    return replace(case, num_chunks=num_chunks, num_blocks=num_blocks)
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-@on_ranks(4)
-def test_same_bits_on_every_run(case: Case) -> None:
-    case = replace(case, dtype="bfloat16", topk=3, num_local_experts=4, tokens=(40, 64, 0, 17))
-    case = in_chunks(case, 5, 7)
-    data = make_data(case)
-    first, second = run_passes(case, data), run_passes(case, data)
-    for name, value in first.items():
-        assert_equal(second[name], value, f"{name} of a second run")
 
 
 # Hops on which partial sums of a token move: each rounds once to the dtype of the wire.
@@ -87,11 +65,12 @@ def rms_errors(case: Case) -> tuple[dict[str, float], int]:
         then over the experts, rounded; of our "output" and "token_gradient"; and how many entries
         of ours have other bits than stock's.
     """
-    _, rank, _, _ = find_groups(case.chain, *case.shape)
-    data = make_data(case)
-    ours = run_passes(case, data)
+    rank, data = place_of(case)[1], make_data(case)
+    ours, again = (run_passes(case, data)[0] for _ in range(2))
+    for name, value in ours.items():
+        assert_equal(again[name], value, f"{case}: {name} of a second run")
     with mock.patch.object(executor, "streams_for", lambda device: DeviceOrder()):
-        on_device = run_passes(case, data)
+        on_device, _ = run_passes(case, data)
     maps, num_tokens = data.routing_maps, case.tokens[0]
     exact = reference.combine(data.expert_rows, maps, case.ep, case.etp)[rank]
     # [T, E, ETP, H] of all ranks: what the experts' ranks hand back for each token, else 0.
@@ -141,7 +120,7 @@ def test_rounding(case: Case, dtypes: tuple[str, str]) -> None:
         hidden=64,
     )
     for num_chunks in (1, 4):
-        rms, differ = rms_errors(in_chunks(case, num_chunks, num_chunks))
+        rms, differ = rms_errors(replace(case, num_chunks=num_chunks, num_blocks=num_chunks))
         if HOPS[case.chain] == 0:
             # Stock's own sum, pair by pair.
             assert differ == 0, f"{case}: not stock's bits"
@@ -151,79 +130,6 @@ def test_rounding(case: Case, dtypes: tuple[str, str]) -> None:
             bound = MARGIN * math.sqrt(1 + HOPS[case.chain]) * rms["one rounding"]
         for name in ("output", "token_gradient"):
             assert rms[name] <= bound, f"{case}: {name} {rms[name]:.3e} > {bound:.3e}"
-
-
-def align(num_bytes: int) -> int:
-    return -(-num_bytes // 16) * 16
-
-
-def expected_bytes(case: Case) -> list[Counter[tuple[str, str]]]:
-    """Per rank, what dispatch forward has to send by stage and resource, from the routing alone."""
-    maps = make_data(case).routing_maps
-    layout = case.layout(0)
-    size, etp, num_local_experts = case.size, case.etp, case.num_local_experts
-    node_of = layout.nodes
-    width = max(max((int(each.sum(dim=1).max()) for each in maps if len(each)), default=0), 1)
-    row = case.hidden * case.torch_dtype.itemsize
-    # Probabilities are fp32, ids int32; a pair has no id.
-    pair = align(row + 4) if case.num_chunks > 1 else row + 4
-    packed, unpacked = align(row + width * 4 + width * 4), row + width * 4 + width * 4
-
-    # [S][T, S] whether a token has an expert on each rank.
-    wants = [
-        each.unflatten(1, (case.ep, num_local_experts)).any(dim=2).repeat_interleave(etp, dim=1)
-        for each in maps
-    ]
-    num_nodes, per_node = layout.num_nodes, layout.ranks_per_node
-    sent: list[Counter[tuple[str, str]]] = [Counter() for _ in range(size)]
-
-    def send(stage: str, source: int, peer: int, num_bytes: int) -> None:
-        resource = "intra" if node_of[source] == node_of[peer] else "inter"
-        if source != peer:
-            sent[source][stage, resource] += num_bytes
-
-    if CHAINS[case.chain].rows == "permuted tokens":
-        for source, routing_map in enumerate(maps):
-            pairs = routing_map.unflatten(1, (case.ep, num_local_experts)).sum(dim=(0, 2))
-            for ep_rank, count in enumerate(pairs.tolist()):
-                # Along the same ETP position, then from there to the other ETP ranks.
-                via = ep_rank * etp + source % etp
-                send("alltoall", source, via, count * pair)
-                for peer in range(ep_rank * etp, (ep_rank + 1) * etp):
-                    send("allgather", via, peer, count * pair)
-    elif case.chain == "allgather":
-        for source, routing_map in enumerate(maps):
-            for peer in range(size):
-                send("allgather", source, peer, len(routing_map) * unpacked)
-    elif case.chain == "alltoall_dedup":
-        for source, want in enumerate(wants):
-            for peer in range(size):
-                send("alltoall", source, peer, int(want[:, peer].sum()) * packed)
-    else:
-        for source, want in enumerate(wants):
-            position = source % per_node
-            for node in range(num_nodes):
-                on_node = slice(node * per_node, (node + 1) * per_node)
-                to_node = want[:, on_node].any(dim=1)
-                via = node * per_node + position
-                send("alltoall between nodes", source, via, int(to_node.sum()) * packed)
-                for peer in range(size)[on_node]:
-                    if case.chain == "hierarchical_allgather":
-                        send("allgather in node", via, peer, int(to_node.sum()) * packed)
-                    else:
-                        send("alltoall in node", via, peer, int(want[:, peer].sum()) * packed)
-    return [Counter({key: value for key, value in each.items() if value}) for each in sent]
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-@on_ranks(4)
-def test_bytes(case: Case) -> None:
-    case = replace(case, topk=3, num_local_experts=4, hidden=6, tokens=(12, 0, 5, 30))
-    for num_chunks, num_blocks in ((1, 3), (3, 5)):
-        for dtype, routing in (("bfloat16", "uniform"), ("float32", "any_number")):
-            each = in_chunks(replace(case, dtype=dtype, routing=routing), num_chunks, num_blocks)
-            (by_pass,) = bytes_of_passes([each])
-            assert by_pass["dispatch"] == expected_bytes(each)[dist.get_rank()], each
 
 
 def test_reference_by_hand() -> None:

@@ -27,16 +27,18 @@ from layers import (
     build_pair,
     error_of,
     forward_backward,
+    idle_optimizer,
     initialize,
     make_batch,
     variable_of_rank,
 )
 from pool import Pool, on_ranks
 from reloadable import reloadable_groups
-from test_auto import AUTO
+from test_auto import AUTO, PICKED
 
 import monta_megatron
 from monta_megatron.chains import CHAINS
+from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Choice
 
 HIERARCHICAL = Case(chain="hierarchical_alltoall")
@@ -82,11 +84,6 @@ def abandon(case: Case, layer: Any) -> None:
         forward_backward(case, layer)
 
 
-def step_of(layer: Any) -> None:
-    """End an iteration without changing a weight."""
-    torch.optim.SGD(layer.parameters(), lr=0.0).step()
-
-
 @pytest.mark.old_end
 @pytest.mark.parametrize(
     ("case", "ours_of_rank"),
@@ -103,8 +100,6 @@ def test_groups_that_are_wrapped_destroyed_and_made_again(
 ) -> None:
     """All chains against stock; the second time our groups are given up before."""
     from megatron.core import parallel_state
-
-    from monta_megatron.common.torch_private import is_open
 
     with groups_of_its_own(case), reloadable_groups() as groups:
         initialize(case)
@@ -136,8 +131,6 @@ def test_another_layout() -> None:
     """A layer in each of two layouts; then the first without its groups."""
     from megatron.core import parallel_state
 
-    from monta_megatron.common.torch_private import is_open
-
     first, second = HIERARCHICAL, Case(ep=2, etp=2, topk=3)
     with groups_of_its_own(first):
         others = list(parallel_state._global_process_group_list)
@@ -159,19 +152,17 @@ def test_another_layout() -> None:
 @on_ranks(4)
 def test_a_chain_changes_after_an_abandoned_pass() -> None:
     """A pass is abandoned before a chain of other rows runs, either way."""
-    case = replace(AUTO, options=AUTO.options | {"tune_steps": 0})
-    stock_layer, layer = build_pair(case)
-    stock, chooser = forward_backward(case, stock_layer), layer.token_dispatcher.chooser
-    by_rows = {
-        chain.rows: Choice(chain=chain.name, num_chunks=1)
-        for chain in layer.token_dispatcher.setup.planner.chains
-    }
-    assert sorted(by_rows) == ["permuted tokens", "tokens"]
+    stock_layer, layer = build_pair(PICKED)
+    stock, chooser = forward_backward(PICKED, stock_layer), layer.token_dispatcher.chooser
+    # From now on the step keeps its choice.
+    forward_backward(PICKED, layer)
+    choices = [None, *(Choice(chain=name, num_chunks=1) for name in ("alltoall", "allgather"))]
     # Before a choice is known, and after.
-    for before, after in itertools.permutations([None, *by_rows.values()], 2):
+    for before, after in itertools.permutations(choices, 2):
         for choice, run in ((before, abandon), (after, forward_backward)):
-            chooser.choice = choice
-            result = run(case, layer)
+            chooser.step_choice = choice
+            result = run(PICKED, layer)
+        assert after in (None, layer.token_dispatcher.choice)
         assert_same_results(result, stock, False, f"{before}, {after}")
 
 
@@ -181,13 +172,13 @@ def test_two_models_in_a_process() -> None:
     cases = [HIERARCHICAL, Case()]
     made = [build_layer(case) for case in cases]
     alone = [forward_backward(case, layer) for case, layer in zip(cases, made, strict=True)]
-    batch = make_batch(HIERARCHICAL, made[0])
+    batch = make_batch(HIERARCHICAL)
     hidden = [batch.tokens.unsqueeze(1).requires_grad_() for _ in made]
     outputs = [layer(rows)[0] for layer, rows in zip(made, hidden, strict=True)]
     for rows, output, expected in zip(hidden, outputs, alone, strict=True):
-        assert_equal(output.detach(), expected.sums["output"], "output")
+        assert_equal(output.detach().squeeze(1), expected.values["output"], "output")
         output.backward(batch.gradient.unsqueeze(1))
-        assert_equal(rows.grad, expected.sums["input"], "input gradient")
+        assert_equal(rows.grad.squeeze(1), expected.values["input"], "input gradient")
     for case, layer, expected in zip(cases, made, alone, strict=True):
         assert_same_results(forward_backward(case, layer), expected, True, "after both")
 
@@ -196,10 +187,10 @@ def test_two_models_in_a_process() -> None:
 @on_ranks(4)
 def test_a_model_that_is_built_again(num_local_experts: int) -> None:
     """Of the same shape, or of another, while rank 0 alone still holds the one before."""
-    layer = build_layer(AUTO)
+    layer, optimizer = build_layer(AUTO), idle_optimizer()
     for _ in range(2):
         forward_backward(AUTO, layer)
-        step_of(layer)
+        optimizer.step()
     held = [layer] * (dist.get_rank() == 0)
     del layer
     gc.collect()
@@ -208,7 +199,7 @@ def test_a_model_that_is_built_again(num_local_experts: int) -> None:
     stock = forward_backward(case, build_layer(case, "alltoall"))
     for _ in range(3):
         assert_same_results(forward_backward(case, again), stock, False, "built again")
-        step_of(again)
+        optimizer.step()
     del held
 
 
@@ -260,10 +251,10 @@ def restarted(case: Case, port: int) -> str:
 
     from monta_megatron.exchange.errors import ExchangeError
 
-    layer = build_layer(case)
+    layer, optimizer = build_layer(case), idle_optimizer()
     forward_backward(case, layer)
     # So that what was exchanged is being gathered when the pass ends.
-    step_of(layer)
+    optimizer.step()
     if dist.get_rank() == 0:
         abandon(case, layer)
     else:
@@ -277,7 +268,7 @@ def restarted(case: Case, port: int) -> str:
     made = pair_by_chain(case)
     for _ in range(3):
         compare_all(case, made)
-        step_of(made[case.chain])
+        optimizer.step()
     return error_of(forward_backward, case, layer)
 
 

@@ -1,101 +1,61 @@
-"""Experts inside the pipeline (--moe-monta-overlap-experts), against stock's layer."""
+"""Experts inside the pipeline (--moe-monta-overlap-experts), against stock's layer.
+
+`test_dispatcher_properties` and `test_supported_settings` have layers of every chain with them,
+`tests/megatron/test_tuning.py` trains.
+"""
 
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import overlap
 import pytest
 import torch
-from dispatchers import (
-    compare_batch_invariant,
-    differences,
-    replay_cuda_graph_attributes,
-    run_phases,
-)
+import torch.distributed as dist
 from layers import (
     Case,
     assert_same_results,
     build_layer,
     build_pair,
     compare,
-    compare_steps,
     error_of,
     forward_backward,
-    make_batch,
 )
+from patches import gradient_accumulation_fusion, recomputation_on_a_host
 from pool import on_ranks
-from test_chains_against_stock import BATCHES
-from test_supported_settings import CASES as ALL_CASES
-from test_supported_settings import SETTINGS
+from test_supported_settings import SPLIT_CASES
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.integration.experts import check_experts
-from monta_megatron.integration.options import Options
-from monta_megatron.integration.supported_settings import (
-    UNSUPPORTED_WITH_OVERLAP,
-    check_supported,
+
+of_every_chain = pytest.mark.parametrize(
+    "case", [replace(case, num_chunks=3) for case in SPLIT_CASES], ids=lambda case: case.chain
 )
-
-# Every chain whose rows are tokens.
-CASES = [replace(case, pipelined=True) for case in ALL_CASES if CHAINS[case.chain].rows == "tokens"]
-AUTO = Case(
-    chain="auto", pipelined=True, options={"cluster": "emulated_2x4_500mbit", "tune_steps": 0}
-)
-
-
-@pytest.fixture(params=CASES, ids=lambda case: case.chain)
-def case(request: pytest.FixtureRequest) -> Case:
-    return replace(request.param, num_chunks=3)
-
-
-@pytest.mark.old_end
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("changes", [{"routing": "router"}, *BATCHES], ids=str)
-@on_ranks(4)
-def test_a_layer(case: Case, changes: dict[str, Any], dtype: str) -> None:
-    compare(replace(case, **changes, dtype=dtype), [2, 5])
+CASE = replace(SPLIT_CASES[-1], num_chunks=3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@of_every_chain
 @on_ranks(4)
 def test_all_but_matrix_products_is_the_same_to_the_bit(case: Case, dtype: str) -> None:
     """Experts that compute each value by itself: split and whole, nothing differs at all."""
+    case = replace(case, dtype=dtype, by_value=True)
     split, whole = (
-        run_phases(each, layer.token_dispatcher, make_batch(each, layer))
-        for each in (replace(case, dtype=dtype, num_chunks=chunks) for chunks in (3, 1))
-        for layer in [build_layer(each)]
+        forward_backward(each, build_layer(each)) for each in (case, replace(case, num_chunks=1))
     )
-    assert not list(differences(split, whole, {}))
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@on_ranks(4)
-def test_settings(case: Case, setting: str) -> None:
-    compare(replace(case, **SETTINGS[setting]), [1, 3])
+    assert_same_results(split, whole, True, "split")
 
 
 @on_ranks(4)
-def test_pad_to_capacity() -> None:
-    """Auto takes a chain of permuted tokens, and splits nothing."""
-    config = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
-    (choice,) = compare_steps(replace(AUTO, routing="router", config=config), [[24] * 4])
-    assert not choice.splits_experts
-
-
-@on_ranks(4)
-def test_cuda_graph_attributes_replay(case: Case) -> None:
-    replay_cuda_graph_attributes(case)
-
-
-@on_ranks(4)
-def test_batch_invariant_sums() -> None:
-    """No chain of tokens adds in the order of this mode, so auto splits nothing."""
-    compare_batch_invariant(replace(AUTO, num_local_experts=4, topk=9))
+def test_rows_of_all_chunks_are_received() -> None:
+    """What a rank says of its load with its next counts."""
+    layer = build_layer(CASE)
+    calls, _ = (forward_backward(CASE, layer).calls for _ in range(2))
+    received = layer.token_dispatcher.received_rows[dist.get_rank()]
+    assert len(calls) == 3 and received == sum(calls).sum() > calls[0].sum()
 
 
 @pytest.mark.parametrize("frozen", ["experts", "router", "input", "router input"])
+@of_every_chain
 @on_ranks(4)
 def test_frozen(case: Case, frozen: str) -> None:
     """Parts of a layer, or what it is given, without gradients: the others' are stock's."""
@@ -103,11 +63,28 @@ def test_frozen(case: Case, frozen: str) -> None:
     for layer in build_pair(case):
         for name in set(frozen.split()) - {"input"}:
             getattr(layer, name).requires_grad_(False)
-        results.append(forward_backward(case, layer, "input" not in frozen))
+        results.append(forward_backward(case, layer, with_input_gradient="input" not in frozen))
     stock, ours = results
-    trained = {"experts", "router", "input"} - set(frozen.split())
-    assert {name.partition(".")[0] for name in ours.sums} == trained | {"output"}
+    parts = {"experts", "router", "input"}
+    found = {name.partition(".")[0] for name in ours.values}
+    assert found & parts == parts - set(frozen.split())
     assert_same_results(ours, stock, False, f"frozen: {frozen}")
+
+
+class GroupedLinear(torch.nn.Module):
+    """Products of rows with a weight for each expert, as Transformer Engine's: on any device."""
+
+    def __init__(self, num_experts: int, inputs: int, outputs: int, **_: Any) -> None:
+        super().__init__()
+        for expert in range(num_experts):
+            weight = torch.nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+            self.register_parameter(f"weight{expert}", weight)
+
+    def forward(
+        self, rows: torch.Tensor, tokens_per_expert: list[int]
+    ) -> tuple[torch.Tensor, None]:
+        parts = zip(rows.split(tokens_per_expert), self.parameters(), strict=True)
+        return torch.cat([part @ weight.t() for part, weight in parts]), None
 
 
 @pytest.mark.old_end
@@ -117,13 +94,23 @@ def test_frozen(case: Case, frozen: str) -> None:
     ids=["", "recomputed", "probabilities on the input"],
 )
 @on_ranks(4)
-def test_grouped_experts(case: Case, changes: dict[str, Any], recomputes_activation: bool) -> None:
+def test_grouped_experts(changes: dict[str, Any], recomputes_activation: bool) -> None:
     """Megatron's grouped experts, which get rows per expert as stock gives them."""
-    case, results = replace(case, **changes), []
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    linear = {"linear_fc1": GroupedLinear, "linear_fc2": GroupedLinear, "activation_func": None}
+    case, results = replace(CASE, **changes), []
     for layer in build_pair(case):
-        overlap.give_grouped_experts(layer)
+        torch.manual_seed(dist.get_rank())
+        layer.experts = TEGroupedMLP(
+            layer.num_local_experts,
+            layer.config,
+            SimpleNamespace(**linear),
+            pg_collection=get_default_pg_collection(),
+        ).to("cuda", layer.config.params_dtype)
         layer.experts.activation_recompute = recomputes_activation
-        with overlap.recomputation_on_a_host():
+        with recomputation_on_a_host():
             results.append(forward_backward(case, layer))
     stock, ours = results
     assert_same_results(ours, stock, False, "grouped experts")
@@ -133,170 +120,75 @@ def test_grouped_experts(case: Case, changes: dict[str, Any], recomputes_activat
         assert (each.dtype, each.device, each.shape) == (theirs.dtype, theirs.device, theirs.shape)
 
 
+@of_every_chain
 @on_ranks(4)
 def test_the_norm_before_it_is_recomputed(case: Case) -> None:
     """What a layer reads is discarded and computed anew, as Megatron's norm before it may be."""
     from megatron.core.tensor_parallel import CheckpointWithoutOutput
 
+    layer = build_layer(case)
+    whole = layer.forward
+
+    def recomputed(hidden: torch.Tensor) -> Any:
+        checkpoint = CheckpointWithoutOutput()
+        output, _ = whole(checkpoint.checkpoint(torch.tanh, hidden))
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, None
+
     results = []
-    for is_recomputed in (False, True):
-        layer = build_layer(case)
-        whole = layer.forward
-
-        def forward(hidden: torch.Tensor, whole: Any = whole, again: bool = is_recomputed) -> Any:
-            if not again:
-                return whole(hidden.tanh())
-            checkpoint = CheckpointWithoutOutput()
-            output, _ = whole(checkpoint.checkpoint(torch.tanh, hidden))
-            checkpoint.discard_output_and_register_recompute(output)
-            return output, None
-
+    for forward in (lambda hidden: whole(hidden.tanh()), recomputed):
         layer.forward = forward
-        with overlap.recomputation_on_a_host():
+        with recomputation_on_a_host():
             results.append(forward_backward(case, layer))
-    plain, recomputed = results
-    assert_same_results(recomputed, plain, True, "its input recomputed")
+    assert_same_results(*results, True, "its input recomputed")
 
 
 @on_ranks(4)
 def test_state_dict() -> None:
     """Once it has run, that of a layer without the pipeline."""
     keys = []
-    for layer in build_pair(CASES[0]):
-        forward_backward(CASES[0], layer)
+    for layer in build_pair(CASE):
+        forward_backward(CASE, layer)
         keys.append((list(layer.state_dict()), list(layer.sharded_state_dict())))
     assert keys[0] == keys[1]
 
 
-DATA_PARALLEL = Case(chain="hierarchical_alltoall", ep=2, ranks_per_node=1, pipelined=True)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@on_ranks(4)
-def test_training_with_other_chunks_in_every_step(fused: bool) -> None:
-    """2 data-parallel ranks, 10 steps of 3 micro-batches; hooks are called once for each.
-
-    With gradient accumulation fusion they have nothing to add.
-    """
-    config, chunks = {"gradient_accumulation_fusion": fused}, [2, 8, 1, 3, 5, 8, 2, 4, 7, 6]
-    with overlap.gradient_accumulation_fusion():
-        split, whole, untrained = (
-            overlap.Model(replace(DATA_PARALLEL, config=config, num_chunks=num_chunks))
-            for num_chunks in (8, 1, 1)
-        )
-        split.train(chunks, 3)
-        whole.train([1] * len(chunks), 3)
-    assert split.numbers_of_calls.keys() == {1}, split.numbers_of_calls
-    ours, theirs, before = (
-        [each.detach() for each in model.layer.parameters()] for model in (split, whole, untrained)
-    )
-    assert not any(map(torch.equal, theirs, before)), "a parameter was not trained"
-    # Gradients that differ in their last bits; Adam's steps are as large for small gradients.
-    assert overlap.largest_difference(ours, theirs) < 1e-4
-
-
 @on_ranks(4)
 def test_products_of_all_chunks_add_to_one_gradient() -> None:
-    config = {"gradient_accumulation_fusion": True}
-    gradients = []
-    for chunks in (3, 1):
-        case = replace(DATA_PARALLEL, dtype="bfloat16", config=config, num_chunks=chunks)
-        with overlap.gradient_accumulation_fusion() as products:
-            model = overlap.Model(case)
-            model.accumulate(chunks, 2)
-        assert model.numbers_of_calls.keys() == {1}
-        weights = list(model.layer.experts.parameters())
-        assert products.dtypes == [(torch.bfloat16, torch.float32)] * 2 * chunks * len(weights)
-        # Of each weight and micro-batch one, whatever the number of chunks.
-        assert Counter(products.placeholders) == Counter(2 * [tuple(one.shape) for one in weights])
+    """With gradient accumulation fusion a weight gets one placeholder, as without chunks."""
+    case, gradients = replace(CASE, config={"gradient_accumulation_fusion": True}), []
+    for num_chunks in (3, 1):
+        with gradient_accumulation_fusion() as placeholders:
+            layer = build_layer(replace(case, num_chunks=num_chunks))
+            weights = list(layer.experts.parameters())
+            for weight in weights:
+                weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+            forward_backward(case, layer)
+        assert placeholders == Counter(tuple(weight.shape) for weight in weights)
         assert all(weight.grad_added_to_main_grad for weight in weights)
-        gradients.append([weight.main_grad.clone() for weight in model.layer.parameters()])
-    # Sums of 24 products in another order; in bf16 their roundings would be 2^-9 of each.
-    assert overlap.largest_difference(*gradients) < 1e-6
+        gradients.append([weight.main_grad for weight in weights])
+    for split, whole in zip(*gradients, strict=True):
+        # Sums of a few products in another order.
+        assert (split - whole).abs().max() < 1e-6 * whole.abs().max()
 
 
 @pytest.mark.parametrize("num_chunks", [None, 3])
 @on_ranks(4)
 def test_auto_splits_the_best_chain_of_tokens(num_chunks: int | None) -> None:
     """In 4, or as asked for; on every rank alike, with other tokens in every step."""
-    case = replace(AUTO, num_chunks=num_chunks)
-    for choice in compare_steps(case, [[2000, 0, 1, 100], [1, 1, 0, 1]]):
+    options = {"cluster": "emulated_2x4_500mbit", "tune_steps": 0}
+    case = Case(chain="auto", pipelined=True, options=options, num_chunks=num_chunks)
+    for choice in compare(replace(case, tokens=(2000, 0, 1, 100, 1, 1, 0, 1), num_steps=5)):
         assert choice.splits_experts and choice.num_chunks == (num_chunks or 4)
-
-
-def test_options_that_do_not_go_together() -> None:
-    def options(**given: Any) -> Options:
-        named = {f"moe_monta_{name}": value for name, value in given.items()}
-        return Options.of(SimpleNamespace(moe_monta_overlap_experts=True, **named))
-
-    with pytest.raises(ValueError, match="moe_monta_tune_steps: got 5, must be 0, which is off, o"):
-        options(tune_steps=5)
-    with pytest.raises(ValueError, match="given with alltoall, must be with one of"):
-        options(chain="alltoall")
-
-
-REFUSED = {
-    "overlap_moe_expert_parallel_comm": {"overlap_moe_expert_parallel_comm": True},
-    "delay_wgrad_compute": {"delay_wgrad_compute": True},
-    "fp8_recipe": {"fp8": "hybrid", "fp8_recipe": "delayed"},
-    "gradient_accumulation_fusion with fp8 or fp4": {
-        "gradient_accumulation_fusion": True,
-        "fp8": "hybrid",
-        "fp8_recipe": "blockwise",
-    },
-    "moe_router_padding_for_quantization": {"moe_router_padding_for_quantization": True},
-    "use_megatron_fsdp": {"use_megatron_fsdp": True},
-    "expert_gtp_weight_remat_size": {
-        "expert_tensor_parallel_size": 2,
-        "expert_tensor_parallel_num_weight_shards": 4,
-    },
-    "moe_use_grouped_tensor": {"moe_use_grouped_tensor": True},
-    "use_torch_fsdp2": {"use_torch_fsdp2": True},
-    "offload_modules": {
-        "fine_grained_activation_offloading": True,
-        "offload_modules": ["attn_norm", "moe_act"],
-    },
-    "cpu_offloading": {"cpu_offloading": True},
-    "moe_paged_stash": {"moe_paged_stash": True},
-    "moe_ncclep_zero_copy": {"moe_ncclep_zero_copy": True},
-    "log_moe_overload_factor": {"log_moe_overload_factor": True},
-}
-
-
-@pytest.mark.parametrize("setting", REFUSED)
-def test_what_needs_one_call_of_the_experts_is_refused(setting: str) -> None:
-    settings = REFUSED[setting]
-    check_supported(SimpleNamespace(**settings))
-    with pytest.raises(ValueError, match=f"{setting}: not supported with moe_monta_overlap_exper"):
-        check_supported(SimpleNamespace(**settings, moe_monta_overlap_experts=True))
-
-
-def test_every_refusal_is_tried() -> None:
-    assert [one.setting for one in UNSUPPORTED_WITH_OVERLAP] == list(REFUSED)
-
-
-def test_similar_settings_are_not_refused() -> None:
-    check_supported(
-        SimpleNamespace(
-            moe_monta_overlap_experts=True,
-            fp8="hybrid",
-            fp8_recipe="blockwise",
-            fine_grained_activation_offloading=True,
-            offload_modules=["attn_norm"],
-            expert_gtp_weight_remat_size=1,
-            expert_tensor_parallel_size=2,
-            expert_tensor_parallel_num_weight_shards=2,
-        )
-    )
 
 
 @on_ranks(4)
 def test_fsdp_that_no_configuration_names_is_refused() -> None:
     """A layer whose weights Megatron-FSDP has taken over."""
-    layer = build_layer(replace(CASES[0], num_chunks=2))
+    layer = build_layer(CASE)
     for parameter in layer.experts.parameters():
         parameter.__fsdp_param__ = True
-    refused = error_of(forward_backward, CASES[0], layer)
+    refused = error_of(forward_backward, CASE, layer)
     assert refused.startswith("use_megatron_fsdp: not supported with moe_monta_overlap_experts")
 
 

@@ -1,13 +1,12 @@
 """For any counts and any chain, the planner's bytes by stage are those that the executor counts."""
 
-import dataclasses
 from collections import Counter
 from itertools import islice
 
 import pytest
 import torch
 from counted_routing import CountedRouting
-from exchanges import BytesByPass, Case, bytes_of_passes, make_data
+from exchanges import BytesByPass, Case, make_data, place_of, run_passes
 from pool import Pools
 from test_exchange_properties import draw_cases
 
@@ -15,10 +14,16 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import message_size
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import FORWARD_BACKWARD, RowFormat
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.planner.traffic import pass_traffic
 
 # Every chain on every shape, and some twice.
 NUM_CASES = 60
+
+
+def counted_bytes(cases: list[Case]) -> list[BytesByPass]:
+    """What a rank sent in each case."""
+    return [run_passes(case, make_data(case, place_of(case)[0]))[1] for case in cases]
 
 
 def planned_bytes(case: Case, rank: int) -> BytesByPass:
@@ -27,7 +32,7 @@ def planned_bytes(case: Case, rank: int) -> BytesByPass:
     routing = CountedRouting(routing_maps=maps)
     chain, layout = CHAINS[case.chain], case.layout(rank)
     counts = routing.counts(chain, layout, 0, case.num_blocks)
-    bound = chain.bind(layout, counts, case.num_chunks)
+    bound = chain.bind(layout, counts, 1 if chain.serial else case.num_chunks)
     row = RowFormat(
         hidden_size=case.hidden,
         value_bytes=case.torch_dtype.itemsize,
@@ -49,7 +54,7 @@ def planned_bytes(case: Case, rank: int) -> BytesByPass:
 def test_planned_bytes_are_counted_bytes(pools: Pools) -> None:
     cases = list(islice(draw_cases(4, seed=0), NUM_CASES))
     seen: Counter[tuple[str, str]] = Counter()
-    for rank, counted in enumerate(pools[4].run(bytes_of_passes, cases)):
+    for rank, counted in enumerate(pools[4].run(counted_bytes, cases)):
         for case, by_pass in zip(cases, counted, strict=True):
             # Where an exchange is smaller than the world, the second one has data of its own.
             if rank < case.size:
@@ -61,12 +66,8 @@ def test_planned_bytes_are_counted_bytes(pools: Pools) -> None:
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_the_exchanged_counts_are_as_many_as_planned(chain: str) -> None:
-    from monta_megatron.exchange.count_messages import CountMessages
-
-    case = dataclasses.replace(Case(chain=chain), num_blocks=3)
-    layout = case.layout(1)
-    expected = message_size((CHAINS[chain],), layout, case.num_blocks)
-    num_blocks = case.num_blocks if CHAINS[chain].rows == "tokens" else 1
-    count_messages = CountMessages(chains=(CHAINS[chain],), layout=layout, num_blocks=num_blocks)
-    messages, _ = count_messages.count(make_data(case).routing_maps[1])
-    assert messages.flatten(1).shape == (case.size, expected)
+    case = Case(chain=chain, num_blocks=3)
+    layout, num_blocks = case.layout(1), 3 if CHAINS[chain].rows == "tokens" else 1
+    table = CountMessages(chains=(CHAINS[chain],), layout=layout, num_blocks=num_blocks)
+    messages, _ = table.count(make_data(case).routing_maps[1])
+    assert messages.flatten(1).shape == (case.size, message_size((CHAINS[chain],), layout, 3))

@@ -1,34 +1,60 @@
 """The first use of a chain: a round trip with known answer. A fault on one rank ends it on all."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import layers
 import pytest
-from dispatchers import run_phases
-from layers import Case, build_layer, make_batch
+import torch
+import torch.distributed as dist
+from exchanges import cases_on, uninitialised_memory_is_nan
+from layers import Case, build_layer, forward_backward, same_on_all_ranks
+from patches import in_interpreter
 from pool import on_ranks
-from self_checks import error_of
-from test_exchange_properties import cases_on as exchanges_on
+from self_checks import FAULTS
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.exchange import executor
 from monta_megatron.integration import first_use
 
-CASE = Case(chain="hierarchical_alltoall", num_local_experts=4, topk=3, hidden=24, num_chunks=3)
+FAULTY_RANK = 1
+# Its experts take rows of any dtype.
+KIND = Case(hidden=24, by_value=True, is_training=False)
+CASE = replace(KIND, chain="hierarchical_alltoall", num_local_experts=4, topk=3, num_chunks=3)
 # EP, ETP, ranks per node: two nodes of two ranks, then four ranks in a node, a rail, an ETP group.
 LAYOUTS = [(4, 1, 2), (2, 2, 2), (4, 1, 4), (4, 1, 1), (1, 4, 4)]
 
 
-def cases_on(layout: tuple[int, int, int], **fields: Any) -> list[Case]:
-    """Every chain that can run there, in 1 and 3 chunks; top-k of 8 experts, if not said."""
-    fields = {"num_local_experts": 8 // layout[0], "hidden": 24, **fields}
+def error_of(case: Case, fault: str = "", stage: str = "", fused: bool = False) -> str:
+    """The error of a first use on every rank, or "".
+
+    FAULTY_RANK has the fault, perhaps in one stage alone.
+    """
+    first_use._passed.clear()
+    layer = build_layer(case)
+    is_faulty, state = fault and dist.get_rank() == FAULTY_RANK, torch.get_rng_state()
+    with (
+        uninitialised_memory_is_nan(),
+        in_interpreter(layer.token_dispatcher) if fused else nullcontext(),
+        FAULTS[fault](stage) if is_faulty else nullcontext(),
+    ):
+        error = layers.error_of(forward_backward, case, layer)
+    assert any(first_use._passed.values()) == (error == "")
+    assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
+    return same_on_all_ranks(error)
+
+
+def errors_on(layout: tuple[int, int, int], **fields: Any) -> list[str]:
+    """Of every chain that can run there, in 1 and 3 chunks; top-k of 8 experts, if not said."""
+    fields = {"num_local_experts": 8 // layout[0], **fields}
     return [
-        Case(**vars(case) | fields | {"num_chunks": num_chunks})
-        for case in exchanges_on(4)
-        if case.shape == layout
-        for num_chunks in ((1,) if CHAINS[case.chain].serial else (1, 3))
+        error
+        for num_chunks in (1, 3)
+        for case in cases_on([layout], partial(replace, KIND), num_chunks=num_chunks, **fields)
+        if (error := error_of(case))
     ]
 
 
@@ -44,15 +70,14 @@ def test_what_is_right_passes(layout: tuple[int, int, int]) -> None:
         # More experts than tokens.
         {"topk": 8, "num_local_experts": 80 if layout[0] == 4 else 320},
     ):
-        assert not list(filter(None, map(error_of, cases_on(layout, **fields))))
+        assert not errors_on(layout, **fields)
 
 
 @pytest.mark.parametrize(("layout", "topk"), [(LAYOUTS[0], 64), (LAYOUTS[1], 128)])
 @on_ranks(4)
 def test_sums_of_many_terms_pass(layout: tuple[int, int, int], topk: int) -> None:
     """64, and no more where a token of the training has 128 experts."""
-    cases = cases_on(layout, topk=topk, dtype="bfloat16", num_local_experts=64)
-    assert not list(filter(None, map(error_of, cases)))
+    assert not errors_on(layout, topk=topk, dtype="bfloat16", num_local_experts=64)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +89,10 @@ def test_sums_of_many_terms_pass(layout: tuple[int, int, int], topk: int) -> Non
         ("neighbour's probability", "dispatch of probabilities: "),
         ("chunk of combine backward missing", "combine backward: 0 at "),
         ("chunk of dispatch backward missing", "dispatch backward: 0 at "),
+        (
+            "probabilities of dispatch backward missing",
+            "dispatch backward of probabilities: 0 at ",
+        ),
     ],
 )
 @pytest.mark.parametrize("chain", ["hierarchical_alltoall", "alltoall_allgather"])
@@ -102,8 +131,8 @@ def test_a_fault_is_named_on_every_rank(chain: str, fault: str, where: str) -> N
 def test_a_sum_in_another_order_is_a_fault(
     dtype: str, chain: str, etp: int, ranks_per_node: int, stage: str
 ) -> None:
-    fields = {"chain": chain, "etp": etp, "ep": 4 // etp, "ranks_per_node": ranks_per_node}
-    case = replace(CASE, **fields, dtype=dtype, num_chunks=1 if chain == "alltoall" else 3)
+    place = {"ep": 4 // etp, "etp": etp, "ranks_per_node": ranks_per_node}
+    case = replace(CASE, chain=chain, dtype=dtype, **place)
     error = error_of(case, "sum backwards", stage)
     # A rank's sum may be a part of another's.
     assert re.search(r"; on rank \d: combine: 0.00012207 at .* must be 0 ", error), error
@@ -120,7 +149,7 @@ def test_wrong_counts_end_it_before_rows_are_sent(chain: str) -> None:
 @pytest.mark.parametrize("fault", ["", "wrong kernel"])
 @on_ranks(4)
 def test_a_wrong_kernel_is_a_fault(fault: str) -> None:
-    error = error_of(replace(CASE, topk=2, fused=True), fault)
+    error = error_of(replace(CASE, topk=2), fault, fused=True)
     assert ("alltoall or moe_monta_kernels torch; " in error) == bool(error) == bool(fault)
 
 
@@ -145,5 +174,5 @@ def test_it_is_made_once_for_a_chain_and_its_chunks() -> None:
         for num_chunks in (3, 2, 2):
             case = replace(CASE, num_chunks=num_chunks)
             layer = build_layer(case)
-            run_phases(case, layer.token_dispatcher, make_batch(case, layer))
+            forward_backward(case, layer)
         assert counted.call_count == 2 * 4

@@ -2,17 +2,19 @@
 
 import copy
 import pickle
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import golden
 import pytest
 import torch
 import torch.distributed as dist
-from dispatchers import compare_batch_invariant, replay_cuda_graph_attributes
+import yaml
+from cuda_graphs import replay_cuda_graph_attributes
 from equal import assert_equal
 from layers import (
     Case,
@@ -21,7 +23,6 @@ from layers import (
     build_moe,
     build_pair,
     compare,
-    compare_steps,
     error_of,
     forward_backward,
     initialize,
@@ -30,11 +31,13 @@ from layers import (
 )
 from pool import on_ranks
 
-from monta_megatron.chains import CHAINS
 from monta_megatron.integration.arguments import answer_should_free_input
-from monta_megatron.integration.supported_settings import check_supported
-
-pytestmark = pytest.mark.old_end
+from monta_megatron.integration.options import Options
+from monta_megatron.integration.supported_settings import (
+    UNSUPPORTED,
+    UNSUPPORTED_WITH_OVERLAP,
+    check_supported,
+)
 
 # 2 nodes of 2 ranks; with expert tensor parallelism where the chain can have it.
 WHOLE, IN_PARTS = {"tp": 2, "ep": 4}, {"tp": 2, "ep": 2, "etp": 2}
@@ -45,14 +48,23 @@ CASES = [
     Case(chain="hierarchical_allgather", **IN_PARTS),
     Case(chain="hierarchical_alltoall", **WHOLE),
 ]
+SPLIT_CASES = [replace(case, pipelined=True) for case in CASES if case.has_tokens]
 CASE = CASES[0]
 CHUNKS = [1, 3]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case.chain)
-def case(request: pytest.FixtureRequest) -> Case:
-    return request.param
+def name_of(case: Case) -> str:
+    return f"{case.chain}, experts in the pipeline" if case.pipelined else case.chain
 
+
+# On the oldest Megatron-Core two chains are enough.
+PARAMETERS = [
+    pytest.param(case, id=name_of(case), marks=[pytest.mark.old_end] * is_old)
+    for case in [*CASES, *SPLIT_CASES]
+    for is_old in [case in (CASE, SPLIT_CASES[-1])]
+]
+of_every_chain = pytest.mark.parametrize("case", PARAMETERS[: len(CASES)])
+with_experts_too = pytest.mark.parametrize("case", PARAMETERS)
 
 # What is changed of a case.
 SHARED = {"moe_shared_expert_intermediate_size": 16}
@@ -77,23 +89,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
+@with_experts_too
 @on_ranks(4)
 def test_a_layer(case: Case, setting: str) -> None:
     compare(replace(case, **SETTINGS[setting]), CHUNKS)
 
 
 @pytest.mark.parametrize("factor", [0.75, 2.0])
+@with_experts_too
 @on_ranks(4)
 def test_pad_to_capacity(case: Case, factor: float) -> None:
     """Permuted tokens, by name or as auto chooses; chains of tokens are refused."""
     config = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": True}
     case = replace(case, routing="router", config=config)
-    if CHAINS[case.chain].rows == "permuted tokens":
+    if not case.has_tokens:
         compare(case, CHUNKS)
         return
     refused = error_of(build_layer, case)
     assert refused.startswith(f"moe_monta_chain: {case.chain} cannot run here: its rows are tokens")
-    compare_steps(replace(case, chain="auto"), [[24] * 4])
+    (choice,) = compare(replace(case, chain="auto"))
+    assert not choice.splits_experts
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
@@ -103,6 +118,7 @@ def test_pad_to_capacity(case: Case, factor: float) -> None:
     [(16, {}), (256, {"dtype": "bfloat16", "tokens": (300,)})],
     ids=["16", "256"],
 )
+@of_every_chain
 @on_ranks(4)
 def test_router_padding(
     case: Case, align_to: int, changes: dict[str, Any], num_chunks: int
@@ -122,22 +138,52 @@ def test_router_padding(
     assert_same_results(ours, stock, case.exact_sums, str(case))
 
 
-# Tokens with two or three experts on most ranks, by chains that add a token's rows in the order of
-# Megatron's batch-invariant mode.
+# Tokens with two or three experts on most ranks, by chains that add a token's rows by EP rank, then
+# by expert, as Megatron's batch-invariant mode does. No chain of tokens does, so auto splits no
+# experts.
 MANY_EXPERTS = {"num_local_experts": 4, "topk": 9}
 
 
 @pytest.mark.parametrize(
-    "ordered",
+    "case",
     [
-        Case(chain="alltoall", num_chunks=1, **MANY_EXPERTS),
+        Case(chain="alltoall", **MANY_EXPERTS),
         *(Case(num_chunks=num_chunks, **MANY_EXPERTS) for num_chunks in CHUNKS),
         Case(tp=2, ep=2, etp=2, num_local_experts=4, topk=6, num_chunks=3),
+        Case(chain="auto", pipelined=True, options={"tune_steps": 0}, **MANY_EXPERTS),
     ],
 )
 @on_ranks(4)
-def test_batch_invariant_sums(ordered: Case) -> None:
-    compare_batch_invariant(ordered)
+def test_batch_invariant_sums(case: Case) -> None:
+    """Stock's bits, which are not those of its usual sums.
+
+    Without the kernels that Megatron's mode puts in place of torch's.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "is_batch_invariant_mode_enabled"):
+        pytest.skip("needs Megatron-Core >= 0.20, which orders a token's sum in this mode")
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+    from megatron.core.transformer.enums import AttnBackend
+
+    case = replace(case, params_dtype="bfloat16", by_value=True)
+    usual = build_layer(case, "alltoall")
+    demanded = {
+        "batch_invariant_mode": True,
+        "batch_invariant_backend": "te_native",
+        "attention_backend": AttnBackend.flash,
+        "flash_attention_version": 3,
+        "attention_dropout": 0.0,
+    }
+    # In fp32 the order shows in the last bits, in bf16 every rounding does.
+    for dtype in ("float32", "bfloat16"):
+        each = replace(case, dtype=dtype, config=demanded)
+        in_any_order = forward_backward(each, usual)
+        with mock.patch.object(batch_invariant_kernels, "_batch_invariant_MODE", True):
+            stock, ours = (forward_backward(each, layer) for layer in build_pair(each))
+        assert not torch.equal(stock.values["output"], in_any_order.values["output"])
+        assert torch.equal(ours.values["output"], stock.values["output"])
+        assert_same_results(ours, stock, case.exact_sums, dtype)
 
 
 # The second has tokens with fewer experts than top-k; the third attributes of the shared experts.
@@ -149,6 +195,7 @@ CAPTURED: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("num_chunks", CHUNKS)
+@with_experts_too
 @on_ranks(4)
 def test_cuda_graph_attributes_replay(case: Case, num_chunks: int) -> None:
     for changes in CAPTURED:
@@ -194,6 +241,7 @@ def train_under_overlap_schedule(case: Case, dispatcher: str) -> dict[str, torch
 
 
 @pytest.mark.parametrize("num_local_experts", [1, 2])
+@of_every_chain
 @on_ranks(4)
 def test_overlap_schedule(case: Case, num_local_experts: int) -> None:
     """Megatron's 1F1B schedule that hides the exchange behind another micro-batch's work.
@@ -239,23 +287,21 @@ def test_overlap_schedule(case: Case, num_local_experts: int) -> None:
         assert_equal(mine, stock[name], name)
 
 
+@pytest.mark.old_end
 @on_ranks(4)
 def test_configuration_made_in_code() -> None:
     initialize(CASE)
     config = transformer_config(replace(CASE, num_chunks=3))
-    for each in (
-        config,
-        copy.deepcopy(config),
-        pickle.loads(pickle.dumps(config)),
-        replace(config),
-    ):
+    copies = copy.deepcopy(config), pickle.loads(pickle.dumps(config)), replace(config)
+    for each in (config, *copies):
         dispatcher = build_moe(layer_spec(CASE), each).token_dispatcher
         assert type(dispatcher).__name__ == "MontaTokenDispatcher"
         assert (dispatcher.choice.chain, dispatcher.choice.num_chunks) == (CASE.chain, 3)
 
 
+@pytest.mark.old_end
 @on_ranks(4)
-def test_layer_spec_patches_nothing() -> None:
+def test_layer_spec() -> None:
     """The way in that patches nothing: a spec, with the stock name in the configuration."""
     from monta_megatron.integration.layer import with_monta
 
@@ -266,49 +312,34 @@ def test_layer_spec_patches_nothing() -> None:
         (spec, "MoEAlltoAllTokenDispatcher"),
     ):
         assert type(build_moe(each, config).token_dispatcher).__name__ == name
-
-
-@on_ranks(4)
-def test_layer_spec_under_the_overlap_schedule_is_refused() -> None:
-    from monta_megatron.integration.layer import with_monta
-
-    case = Case(dtype="bfloat16", config={"overlap_moe_expert_parallel_comm": True})
-    initialize(case)
-    config = transformer_config(case, "alltoall")
-    error = error_of(build_moe, with_monta(layer_spec(case)), config)
+    overlaps = {"overlap_moe_expert_parallel_comm": True}
+    config = transformer_config(replace(CASE, dtype="bfloat16", config=overlaps), "alltoall")
+    error = error_of(build_moe, with_monta(spec), config)
     assert error.startswith("overlap_moe_expert_parallel_comm: got True, must be False")
 
 
+@pytest.mark.old_end
 @pytest.mark.parametrize("low_precision", [{}, {"fp8": "hybrid", "first_last_layers_bf16": True}])
 def test_the_overlap_schedule_frees_no_experts_input(low_precision: dict[str, Any]) -> None:
-    ask = answer_should_free_input(lambda name, is_moe, config: True)
-    stock, ours = (
-        SimpleNamespace(moe_token_dispatcher_type=name, **low_precision)
-        for name in ("alltoall", "monta")
-    )
-    nodes = ("moe_dispatch", "mlp", "moe_combine")
-    assert [ask(node, True, stock) for node in nodes] == [True, True, True]
-    assert [ask(node, True, ours) for node in nodes] == [True, False, True]
+    ask, freed = answer_should_free_input(lambda name, is_moe, config: True), {}
+    for name in ("alltoall", "monta"):
+        config = SimpleNamespace(moe_token_dispatcher_type=name, **low_precision)
+        freed[name] = [ask(node, True, config) for node in ("moe_dispatch", "mlp", "moe_combine")]
+    assert freed == {"alltoall": [True, True, True], "monta": [True, False, True]}
 
 
-CAPTURES_IT = "^cuda_graph_impl: not supported"
+def answer_to(settings: str) -> str:
+    """What settings are refused with, or only with the experts in the pipeline."""
+    for overlaps in (False, True):
+        given = SimpleNamespace(moe_monta_overlap_experts=overlaps, **yaml.safe_load(settings))
+        if refusal := error_of(check_supported, given) or error_of(Options.of, given):
+            return refusal
+    return "supported"
 
 
-@pytest.mark.parametrize(
-    ("settings", "refusal"),
-    [
-        ({"cuda_graph_impl": "full_iteration"}, CAPTURES_IT),
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe"]}, CAPTURES_IT),
-        # No list means everything.
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": []}, CAPTURES_IT),
-        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, CAPTURES_IT),
-        ({"cuda_graph_impl": "none"}, None),
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_preprocess"]}, None),
-        ({"moe_dispatch_fwd_dtype": "bf16"}, None),
-        ({"moe_dispatch_fwd_dtype": "mxfp8"}, "^moe_dispatch_fwd_dtype: .* flex dispatcher "),
-        ({"moe_combine_bwd_dtype": "mxfp8"}, "^moe_combine_bwd_dtype: .* flex dispatcher "),
-    ],
-)
-def test_settings_that_are_refused(settings: dict[str, Any], refusal: str | None) -> None:
-    with nullcontext() if refusal is None else pytest.raises(ValueError, match=refusal):
-        check_supported(SimpleNamespace(**settings))
+@pytest.mark.old_end
+def test_settings_that_are_refused() -> None:
+    path = Path(__file__).with_name("settings.txt")
+    golden.check_cases(path, answer_to)
+    for each in UNSUPPORTED + UNSUPPORTED_WITH_OVERLAP:
+        assert f"\n    {each.setting}: not supported " in path.read_text()

@@ -74,8 +74,6 @@ def test_names_of_nodes_on_some_ranks_only(named: list[int], other: int) -> None
 
 
 CLUSTER = uncalibrated(Layout(ep=4, etp=1, num_local_experts=1, rank=0, nodes=(0, 0, 1, 1)), "H100")
-
-
 RACK = replace(CLUSTER, ranks_per_host=1)
 
 
@@ -117,27 +115,25 @@ def test_statistics_of_a_model_are_those_of_its_layers() -> None:
     # Those of other tests.
     gc.collect()
     before = len(monta_megatron.statistics())
-    first, second, gone = (build_layer(HIERARCHICAL) for _ in range(3))
-    first.set_layer_number(1001)
-    second.set_layer_number(1000)
-    del gone
+    layers = [build_layer(HIERARCHICAL) for _ in range(3)]
+    for number, layer in enumerate(layers):
+        layer.set_layer_number(1001 - number)
+    del layers[2:], layer
     gc.collect()
-    for layer in (first, second, second):
-        forward_backward(HIERARCHICAL, layer)
-    found = monta_megatron.statistics()
-    assert len(found) == before + 2
-    of_second, of_first = found[-2:]
-    assert (of_second.layer_number, of_first.layer_number) == (1000, 1001)
-    # Known from the second exchange on.
-    assert of_first.busiest_over_mean is None
-    assert of_second.busiest_over_mean is not None and 1 <= of_second.busiest_over_mean < 2
-    for layer, of_layer in ((first, of_first), (second, of_second)):
-        assert of_layer.choice.name == "hierarchical_alltoall in 4 chunks"
-        sent = {"inter": of_layer.inter_bytes, "intra": of_layer.intra_bytes}
+    for number_of_runs, layer in enumerate(layers, start=1):
+        for _ in range(number_of_runs):
+            forward_backward(HIERARCHICAL, layer)
+    *others, second, first = monta_megatron.statistics()
+    assert len(others) == before
+    for number, (layer, found) in enumerate(zip(layers, (first, second), strict=True)):
+        assert found.layer_number == 1001 - number
+        assert found.choice.name == "hierarchical_alltoall in 4 chunks"
+        sent = {"inter": found.inter_bytes, "intra": found.intra_bytes}
         assert sent == layer.token_dispatcher.monitor.bytes_by_resource()
-    # The same tokens in every step.
-    assert of_second.inter_bytes == 2 * of_first.inter_bytes > 0
-    assert of_second.intra_bytes == 2 * of_first.intra_bytes > 0
+    # Known from the second exchange on; the same tokens in every step.
+    assert first.busiest_over_mean is None and 1 <= second.busiest_over_mean < 2
+    assert second.inter_bytes == 2 * first.inter_bytes > 0
+    assert second.intra_bytes == 2 * first.intra_bytes > 0
 
 
 @on_ranks(4)

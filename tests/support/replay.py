@@ -218,7 +218,11 @@ class Layer:
         return cls(
             exchanges=tuple(exchanges),
             pipelined=each.pipelined,
-            source=replace(source, expert=source.expert.to(device), probs=source.probs.to(device)),
+            source=replace(
+                source,
+                ids=None if source.ids is None else source.ids.to(device),
+                probs=source.probs.to(device),
+            ),
             inputs=tuple(one.to(device) for one in inputs),
         )
 
