@@ -1,4 +1,4 @@
-"""The quickstart's training with a HybridModel: a stack of attention, MLP and MoE layers.
+"""The quickstart's training with a HybridModel: a stack of attention and MoE layers.
 
 Megatron's own spec of such a stack takes Transformer Engine; this one is made of the same local
 layers as its GPT model. `--monta-in-spec` puts our dispatcher into it, so that nothing is patched.
@@ -11,7 +11,6 @@ from typing import Any
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import (
@@ -28,26 +27,21 @@ import train
 
 
 def stack_spec(num_experts: int) -> ModuleSpec:
-    """A stack of layers that each do one thing: attention, an MLP, or experts."""
-    dense = get_gpt_layer_local_submodules()
-    sparse = get_gpt_layer_local_submodules(num_experts=num_experts, moe_grouped_gemm=False)
-
-    def second_half(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-        return TransformerLayerSubmodules(
-            pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda
-        )
-
+    """A stack of layers that each do one thing: the halves of a GPT layer with experts."""
+    layer = get_gpt_layer_local_submodules(num_experts=num_experts, moe_grouped_gemm=False)
     attention = TransformerLayerSubmodules(
-        input_layernorm=dense.input_layernorm,
-        self_attention=dense.self_attention,
-        self_attn_bda=dense.self_attn_bda,
+        input_layernorm=layer.input_layernorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=layer.self_attn_bda,
+    )
+    experts = TransformerLayerSubmodules(
+        pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda
     )
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-            mlp_layer=ModuleSpec(module=MLPLayer, submodules=second_half(dense)),
-            moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=second_half(sparse)),
+            moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts),
         ),
     )
 

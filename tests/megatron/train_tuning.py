@@ -1,67 +1,58 @@
-"""The quickstart's training, in which every rank notes what each micro-batch ran.
+"""The quickstart's training; its ranks check what every micro-batch ran while candidates are tried.
 
-    train_tuning.py [--frozen experts|dense] [--two-shapes] --record RECORD [Megatron's arguments]
+    train_tuning.py [--frozen experts|dense] [--skips] [--workloads N]
+        --record RECORD [Megatron's arguments]
 
 Frozen are the experts of every other rank, so ranks of an exchange have other optimizers; or all
-parameters but experts, which leaves a stub of an optimizer. With `--two-shapes` layers have
-tuning windows apart, as layers of two shapes do.
+parameters but experts, which leaves a stub of an optimizer. `--skips`: the loss scaler skips steps.
+`--workloads`: how many numbers of exchanges the steps of the window have.
 """
 
-import json
 import sys
 from argparse import ArgumentParser
-from itertools import count
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.training import get_args
 
-from monta_megatron.integration import dispatcher, layer_setup
+from monta_megatron.core import Choice
+from monta_megatron.exchange.collectives import gather_objects
+from monta_megatron.integration import dispatcher
 from monta_megatron.integration.auto import AutoChooser
+from monta_megatron.planner.tuning import ROUNDS, TIME_LAG
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "quickstart"))
 import train
 
-# Of every micro-batch, recomputes and evaluations too: shape, step, choice, whether it trains.
-noted: list[tuple[int, int, str, bool]] = []
-choosers: list[AutoChooser] = []
+# Step, choice and whether it trains, of every micro-batch, recomputes and evaluations too.
+micro_batches: list[tuple[int, Choice, bool]] = []
+choosers: set[AutoChooser] = set()
 # Whether each step changed parameters.
 updated: list[bool] = []
 
 
 def note_choices() -> None:
-    bound = dispatcher.MontaTokenDispatcher._bound
+    bound, step = dispatcher.MontaTokenDispatcher._bound, ChainedOptimizer.step
 
     def noting(self: Any, batch: Any) -> Any:
         batch = bound(self, batch)
         if isinstance(self.chooser, AutoChooser):
-            if self.chooser not in choosers:
-                choosers.append(self.chooser)
-            shape, is_training = choosers.index(self.chooser), self.moe_layer().training
-            noted.append((shape, self.chooser.tuner.step, batch.choice.name, is_training))
+            choosers.add(self.chooser)
+            noted = self.chooser.tuner.step, batch.choice, self.moe_layer().training
+            micro_batches.append(noted)
         return batch
-
-    dispatcher.MontaTokenDispatcher._bound = noting  # type: ignore[method-assign]
-    step = ChainedOptimizer.step
 
     def noting_step(self: Any) -> Any:
         result = step(self)
         updated.append(bool(result[0]))
         return result
 
+    dispatcher.MontaTokenDispatcher._bound = noting  # type: ignore[method-assign]
     ChainedOptimizer.step = noting_step
-
-
-def choose_by_layer() -> None:
-    """Let every other layer choose as if it had another shape."""
-    agreed_config, numbers = layer_setup.agreed_config, count()
-
-    def of_its_own(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return agreed_config(*args, **kwargs) | {"shape": next(numbers) % 2}
-
-    layer_setup.agreed_config = of_its_own
 
 
 def freeze(model: list[torch.nn.Module], kind: str | None) -> list[torch.nn.Module]:
@@ -75,14 +66,43 @@ def freeze(model: list[torch.nn.Module], kind: str | None) -> list[torch.nn.Modu
     return model
 
 
+def check(num_steps: int, skips: bool, workloads: int) -> None:
+    """Check that ranks ran alike, each candidate had its trials, and the best stays."""
+    assert updated[-1] and (False in updated) is skips
+    (chooser,) = choosers
+    window = chooser.tuner.window
+    assert window is not None and (window.first, window.num_steps) == (0, num_steps)
+    for other in gather_objects((micro_batches, window), chooser.group):
+        assert other == (micro_batches, window)
+    ran: dict[int, set[Choice]] = defaultdict(set)
+    for step, choice, _ in micro_batches:
+        ran[step].add(choice)
+    assert {len(choices) for choices in ran.values()} == {1}
+    candidates = list(window.candidates)
+    assert len(candidates) == num_steps // ROUNDS and window.best in candidates
+    trials = [choice for step in range(num_steps) for choice in ran[step]]
+    assert sorted(trials) == sorted(candidates * ROUNDS)
+    after = {choice for step in ran if step >= num_steps + TIME_LAG for choice in ran[step]}
+    assert after == {window.best}
+    assert all(trial.us for trial in window.trials.values())
+    numbers = {trial.workload.num_exchanges for trial in window.trials.values()}
+    assert len(numbers) == workloads
+    # On all exchanges candidates are in phase; evaluation may be later.
+    trained = {
+        (step, candidates.index(choice))
+        for step, choice, trains in micro_batches
+        if trains and step < num_steps
+    }
+    assert len(set.union(*gather_objects(trained, dist.group.WORLD))) == num_steps
+
+
 def main() -> None:
     parser = ArgumentParser(allow_abbrev=False)
     parser.add_argument("--frozen", choices=["experts", "dense"])
-    parser.add_argument("--two-shapes", action="store_true")
+    parser.add_argument("--skips", action="store_true")
+    parser.add_argument("--workloads", type=int, default=1)
     mine, sys.argv[1:] = parser.parse_known_args()
     note_choices()
-    if mine.two_shapes:
-        choose_by_layer()
     config_from_args = train.gpt_config_from_args
 
     def with_frozen(args: Any) -> Any:
@@ -91,24 +111,11 @@ def main() -> None:
         return config
 
     train.gpt_config_from_args = with_frozen
-    record = Path(sys.argv[sys.argv.index("--record") + 1])
     train.main()
-    document: dict[str, Any] = {"updated": updated, "noted": noted, "windows": []}
-    for chooser in choosers:
-        window = chooser.tuner.window
-        assert window is not None, "trained"
-        document["exchange"] = dist.get_process_group_ranks(chooser.group)
-        document["windows"].append(
-            {
-                "steps": [window.first, window.end],
-                "candidates": [choice.name for choice in window.candidates],
-                "best": window.best and window.best.name,
-                "trials": [
-                    [each.workload.num_exchanges, each.us] for each in window.trials.values()
-                ],
-            }
-        )
-    record.with_name(f"tuning_{dist.get_rank()}.json").write_text(json.dumps(document))
+    if "--moe-monta-tune-steps" in sys.argv:
+        check(get_args().moe_monta_tune_steps, mine.skips, mine.workloads)
+    else:
+        assert micro_batches == []
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tuning windows of models that come one after the other; `tests/megatron/test_tuning.py` trains.
+"""Tuning windows of models that come one after the other; `tests/dist/test_iterations.py` trains.
 
 There layers of two shapes are tuned one after the other too.
 """
