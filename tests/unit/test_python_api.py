@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import golden
-import pytest
 from commands import Monta
 from run_python import run_python
 
@@ -68,15 +67,9 @@ def test_without_sizes_the_best_layout_is_planned() -> None:
 
 
 def test_bad_arguments() -> None:
-    """No command has these."""
+    """The last three read as on the command line, behind `monta plan: `."""
 
     def answer(changes: str) -> str:
         return golden.refusal(monta_megatron.plan, **NAMES | ast.literal_eval(changes))
 
     golden.check_cases(Path(__file__).with_name("bad_arguments.txt"), answer)
-
-
-@pytest.mark.parametrize(("name", "value"), [("model", "mixtral"), ("ep", 3), ("world_size", 48)])
-def test_mistakes_read_as_on_the_command_line(name: str, value: Any, monta: Monta) -> None:
-    line = monta.refusal("plan", *FLAGS, f"--{name.replace('_', '-')}", value)
-    assert line == f"monta plan: {golden.refusal(monta_megatron.plan, **NAMES | {name: value})}"
