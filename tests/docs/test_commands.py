@@ -36,7 +36,7 @@ EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron)"
 # Pattern of the whole command -> whether it runs here, the test that runs it, or why none does.
 KNOWN: dict[str, bool | str] = {
     r"monta plan --log .*": "tests/unit/planner/test_training_log.py",
-    r"monta (doctor|plan .*|timeline --model .*)": True,
+    r"monta (doctor|plan .*)": True,
     r"python scripts/(launch_budget\.py --(ep .*|host)|claims\.py \w+)": True,
     r"monta timeline trace\.json": "tests/timeline/test_timeline.py",
     r"monta place --(trace trace|apply \w+) .*": "tests/unit/place/test_place_command.py",
