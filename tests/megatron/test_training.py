@@ -76,6 +76,8 @@ def train(
     folder.mkdir(parents=True)
     record = folder / "record.jsonl"
     words = f"--record {record} --moe-token-dispatcher-type {dispatcher} {MODEL} {settings}"
+    if "--data-path" in settings:
+        words = words.replace("--mock-data", "")
     words = words.replace("{folder}", str(folder)).split()
     result = ranks.run(str(script), *words, *CPU_RANKS_ARGUMENTS)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
@@ -117,14 +119,25 @@ PLACED = {
 
 @pytest.mark.parametrize("name", PLACED)
 def test_a_training_goes_on_with_placed_experts(
-    name: str, ranks: ForkedRanks, tmp_path: Path, monta: Monta
+    name: str,
+    ranks: ForkedRanks,
+    tmp_path: Path,
+    monta: Monta,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Traced, placed, applied and undone: the order of fp32 sums alone changes, and comes back."""
     saved, placed, undone, again = (
         tmp_path / run for run in ("saved", "placed", "undone", "again")
     )
+    # Text, whose experts cluster.
+    monkeypatch.syspath_prepend(TRAIN.parent)
+    import prepare_text
+
+    texts = [b"Token %d travels to its experts and back. " % number * 20 for number in range(50)]
+    data = prepare_text.prepare(texts, tmp_path / "data")
     settings = f"""{PLACED[name]} {BITWISE} --num-layers 2 --expert-model-parallel-size 2
-        --global-batch-size 8 --eval-iters 0 --ckpt-format torch_dist --no-save-rng --no-load-rng"""
+        --global-batch-size 8 --eval-iters 0 --ckpt-format torch_dist --no-save-rng --no-load-rng
+        --data-path {data} --data-cache-path {tmp_path / "cache"}"""
 
     def trained(run: str, more: str) -> list[float]:
         return train(ranks, "monta", f"{settings} {more}", tmp_path / run).losses
