@@ -11,7 +11,7 @@ import sys
 from one_run import Run, largest_difference, train
 from trainings import OVER_A_NETWORK
 
-from monta_megatron.tools.compare import interleaved, iteration_ms, speedup
+from monta_megatron.tools.compare import interleaved, speedup
 
 INTER_MBIT = 200.0
 ARGUMENTS = [
@@ -33,7 +33,7 @@ def main() -> int:
         label = f"experts-{name}-{pair + 1}"
         run = train(label, OVER_A_NETWORK, arguments, options.iterations, INTER_MBIT)
         runs[name].append(run)
-    ratio, interval = speedup(*([iteration_ms(run.log) for run in runs[name]] for name in EXPERTS))
+    ratio, interval = speedup(*([run.log.iteration_ms for run in runs[name]] for name in EXPERTS))
     bounds = "" if interval is None else " ({:.2f} to {:.2f})".format(*interval)
     difference = largest_difference(
         [run.losses for run in runs["pipelined"]], runs["whole"][0].losses

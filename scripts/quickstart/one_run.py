@@ -13,7 +13,7 @@ from prepare_text import prepare, python_documentation
 from trainings import NODES, RANKS_PER_NODE, Training, megatron_arguments
 
 from monta_megatron.common.torchrun import why_ended
-from monta_megatron.tools.training_log import RunLog, read_log
+from monta_megatron.tools.training_log import TrainingLog, parse_log, read_log
 
 FOLDER = Path(__file__).resolve().parents[2] / "runs" / "quickstart"
 ENVIRONMENT = {
@@ -54,7 +54,7 @@ class Run:
 
     losses: dict[int, float]
     dispatch: dict[str, Any]
-    log: RunLog
+    log: TrainingLog
 
 
 def train(
@@ -107,7 +107,7 @@ def train(
         with log.open("w", buffering=1) as output:
             for line in process.stdout:
                 output.write(line)
-                iteration = read_log(line).last_iteration
+                iteration = max(parse_log(line).times_ms, default=None)
                 if iteration is not None and iteration % max(1, iterations // 10) == 0:
                     print(f"{name:<12}  iteration {iteration}/{iterations}", flush=True)
         status = process.wait()
@@ -123,5 +123,5 @@ def train(
     return Run(
         losses={entry["iteration"]: entry["loss"] for entry in losses},
         dispatch=dispatch,
-        log=read_log(log.read_text(errors="replace")),
+        log=read_log(log),
     )

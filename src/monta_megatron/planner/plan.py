@@ -133,7 +133,8 @@ class Benefit:
         product = f" = {time_text(total_us)}" if len(factors) > 1 else ""
         ends = "" if self.ratio_range is None else " ({:.2f}x to {:.2f}x)".format(*self.ratio_range)
         return (
-            f"{self.ratio:.2f}x stock alltoall{ends}: {'saves' if self.saved_us >= 0 else 'loses'} "
+            f"{self.ratio:.2f}x stock alltoall, {self.alltoall_us:,.0f} us{ends}: "
+            f"{'saves' if self.saved_us >= 0 else 'loses'} "
             f"{' x '.join(factors)}{product} per {' and '.join(per) or 'iteration'}"
         )
 
