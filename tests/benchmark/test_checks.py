@@ -36,7 +36,7 @@ def test_every_difference_is_a_line_with_its_ranks(
     """A candidate has results of stock's, each times a factor."""
 
     def run(candidate: BenchCandidate, experts: Any) -> dict[str, torch.Tensor]:
-        rows, outputs = (1.0, 1.0) if candidate is candidates[0] else factors
+        rows, outputs = (1.0, 1.0) if candidate.choice == candidates[0].choice else factors
         return dict(zip(NAMES, (torch.ones(2, 4) * rows, batch.hidden * outputs), strict=True))
 
     monkeypatch.setattr(measure, "run_candidate", run)
