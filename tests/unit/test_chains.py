@@ -1,11 +1,10 @@
-"""The chain as plain data: hand-worked bindings, and the rules that hold for any counts."""
+"""The chain as plain data: hand-worked bindings, steps and orders.
 
-import itertools
+`tests/dist/test_exchange_properties.py` sends rows through it.
+"""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from monta_megatron.chains import CHAINS, BoundChain, Counts
 from monta_megatron.chains.chain import first_blocks, order_of_issue, split
@@ -166,57 +165,3 @@ def test_num_chunks_below_one_is_refused() -> None:
     counts = Counts(sent=np.ones((1, 1), int), received=np.ones((1, 1, 1), int))
     with pytest.raises(ValueError, match="num_chunks: got 0"):
         CHAIN.bind(layout_of(1, 1, 1), counts, num_chunks=0)
-
-
-@given(
-    sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)),
-    num_chunks=st.integers(1, 9),
-    most=st.sampled_from([0, 1, 4, 39]),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_rows_arrive_in_stock_order(
-    sizes: tuple[int, int, int], num_chunks: int, most: int, seed: int
-) -> None:
-    """Follow every row by its number through the stages: each send meets its receive, none is lost.
-
-    Rows are numbered by source, and there by destination.
-    """
-    ep, etp, num_local = sizes
-    # [EP, ETP, EP, L] rows that (source EP, source ETP) sends to (EP, local expert).
-    rows = np.random.default_rng(seed).integers(0, most, (ep, etp, ep, num_local), endpoint=True)
-    first_rows = (rows.cumsum() - rows.ravel()).reshape(rows.shape)
-    bound = {
-        (e, t): CHAIN.bind(
-            layout_of(ep, etp, num_local, rank=e * etp + t),
-            Counts(sent=rows[e, t], received=rows[:, :, e].transpose(1, 0, 2)),
-            num_chunks,
-        )
-        for e, t in np.ndindex(ep, etp)
-    }
-
-    def sent(e: int, t: int, chunk: int, peer: int) -> list[int]:
-        pack, exchange, *_ = bound[e, t].stages
-        packed = first_rows[e, t, 0, 0] + np.arange(rows[e, t].sum())
-        if pack.segments is not None:
-            packed = packed[rows_of(pack.segments, chunk)]
-        return np.split(packed, exchange.send[chunk].cumsum())[peer].tolist()
-
-    for (e, t), mine in bound.items():
-        _, exchange, gather, order = mine.stages
-        placed: list[tuple[int, int]] = []
-        for chunk in range(num_chunks):
-            parts = [[sent(peer, lane, chunk, e) for peer in range(ep)] for lane in range(etp)]
-            arrived = [list(itertools.chain(*part)) for part in parts]
-            assert exchange.receive[chunk].tolist() == [len(part) for part in parts[t]]
-            assert gather.receive[chunk].tolist() == [len(part) for part in arrived]
-            assert (gather.send[chunk] == len(arrived[t])).all()
-            gathered = list(itertools.chain(*arrived))
-            is_ordered = order.segments is None
-            places = range(len(gathered)) if is_ordered else rows_of(order.segments, chunk)
-            placed += zip(places, gathered, strict=True)
-        expected = [
-            first_rows[s, lane, e, expert] + token
-            for expert, lane, s in np.ndindex(num_local, etp, ep)
-            for token in range(rows[s, lane, e, expert])
-        ]
-        assert sorted(placed) == list(enumerate(expected))

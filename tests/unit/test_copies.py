@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import numpy as np
-import pytest
 import torch
 from fake_world import LAYOUTS, routing_map
 from test_stream_safety import Layer
@@ -38,35 +36,6 @@ def test_by_hand() -> None:
     assert by_expert.place is not None
     assert by_expert.row.tolist() == [0, 0, 1] and by_expert.place.tolist() == [1, 2, 1]
     assert ids[by_expert.row, by_expert.place].tolist() == [4, 5, 5]
-
-
-def test_no_rows_and_no_copies() -> None:
-    parts = Parts(first=4, size=1, num_parts=4)
-    none = found_copies(torch.empty(0, 3, dtype=torch.int32), parts, num_copies=0)
-    assert none.row_starts.tolist() == [0]
-    elsewhere = found_copies(torch.tensor([[0, 1, 3], [2, 8, 8]]), parts, num_copies=0)
-    assert elsewhere.row_starts.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("size", [1, 4, 16])
-@pytest.mark.parametrize("padded", [False, True])
-def test_against_a_loop(size: int, padded: bool) -> None:
-    routed = routing_map(50, 64, padded)
-    width = int(routed.sum(dim=1).max())
-    parts = Parts(first=16, size=size, num_parts=32 // size)
-    # [T, P] whether a token has an expert in a part
-    here = routed[:, 16:48].unflatten(1, (-1, size)).any(dim=2).tolist()
-    of_parts = [(part, row) for part in range(32 // size) for row in range(50) if here[row][part]]
-    _, ids = expert_ids_of(routed, routed.float(), width)
-    copies = found_copies(ids, parts, len(of_parts))
-    assert copies.row.tolist() == [row for _, row in of_parts]
-    by_row = sorted(range(len(of_parts)), key=lambda copy: of_parts[copy][::-1])
-    assert copies.by_row.tolist() == by_row
-    assert copies.row_starts.tolist() == np.cumsum([0, *map(sum, here)]).tolist()
-    if size == 1:
-        assert copies.place is not None
-        experts = [16 + part for part, _ in of_parts]
-        assert ids[copies.row, copies.place].tolist() == experts
 
 
 def test_padding_of_the_map_takes_memory_for_its_pairs_alone() -> None:

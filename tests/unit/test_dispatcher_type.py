@@ -5,13 +5,9 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
-
-from monta_megatron.integration.arguments import patch_should_free_input
 
 pytestmark = pytest.mark.old_end
 
@@ -69,17 +65,3 @@ def another_field(c): return c.inference_moe_token_dispatcher_type == 'nvls'
 def test_a_new_comparison_is_found() -> None:
     found = [function for function, _ in comparisons(ast.parse(FORMS))]
     assert found == ["equal", "contained", "looked_up", "matched"]
-
-
-def test_a_function_is_wrapped_once_where_it_is_defined() -> None:
-    def should_free_input(*arguments: Any) -> bool:
-        return True
-
-    should_free_input.__module__ = "defines"
-    defines, imports, lacks = (ModuleType(name) for name in ("defines", "imports", "lacks"))
-    vars(defines)["should_free_input"] = vars(imports)["should_free_input"] = should_free_input
-    for module in (defines, imports, lacks):
-        patch_should_free_input(module)
-    assert vars(defines)["should_free_input"].__wrapped__ is should_free_input
-    assert vars(imports)["should_free_input"] is should_free_input
-    assert "should_free_input" not in vars(lacks)

@@ -106,10 +106,6 @@ def test_closed_groups_are_made_again_under_another_name(world: dist.ProcessGrou
     assert len(set(names)) == 3
 
 
-def test_without_groups_none_are_closed() -> None:
-    close_groups()
-
-
 def test_what_is_wrapped_is_called_by_the_functions_of_torch(world: dist.ProcessGroup) -> None:
     """A device calls a group of torch itself; a wrapper need not have its methods."""
     rows = mock.MagicMock(is_cuda=True)

@@ -99,7 +99,7 @@ def peak_bytes(
     Returns:
         It, and the bytes of a chunk's rows at the experts.
     """
-    layer = layer_of(chain_name, layout_name)
+    layer = Layer(chain_name, layout_name, NUM_CHUNKS, num_tokens=96, hidden=HIDDEN)
     recorder, whole = layer.recorder, layer.exchange
     rows, probs, ids = layer.inputs()
     assert ids is not None
@@ -116,10 +116,6 @@ def peak_bytes(
         (output * 2).sum().backward()
     assert recorder.findings == []
     return recorder.peak_bytes - before, max(whole.bound_chain.rows_at[-1]) * HIDDEN * 4
-
-
-def layer_of(chain_name: str, layout_name: str) -> Layer:
-    return Layer(chain_name, layout_name, NUM_CHUNKS, num_tokens=96, hidden=HIDDEN)
 
 
 @pytest.mark.parametrize("placeholder", ["none", "fresh", "shared"])

@@ -88,12 +88,6 @@ def test_every_spec_with_an_moe_layer_gets_our_dispatcher() -> None:
         assert re.search(part, found), found
 
 
-def test_what_holds_no_moe_layer_is_shared() -> None:
-    changed = with_monta(LAYER)
-    assert changed.submodules.self_attention is LAYER.submodules.self_attention
-    assert changed.submodules is not LAYER.submodules
-
-
 def test_a_named_tuple_in_a_spec_is_replaced() -> None:
     class Pair(NamedTuple):
         mlp: type

@@ -59,13 +59,6 @@ def test_names_files_and_objects_are_the_same() -> None:
         assert monta_megatron.plan(**NAMES | given) == by_name
 
 
-def test_without_sizes_the_best_layout_is_planned() -> None:
-    files = {name: NAMES[name] for name in ("model", "cluster")}
-    plan = monta_megatron.plan(**files)
-    assert plan.shape.layout.num_nodes == 1
-    assert plan == monta_megatron.plan(**files, world_size=16)
-
-
 def test_bad_arguments() -> None:
     """The last three read as on the command line, behind `monta plan: `."""
 

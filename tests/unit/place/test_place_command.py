@@ -11,7 +11,8 @@ from commands import Monta
 from planted import planted_routing, record, write_trace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+HERE = Path(__file__).resolve().parent
+CONFIGS = HERE.parents[2] / "configs"
 NUM_TOKENS = 4096
 
 
@@ -28,17 +29,8 @@ def words(tmp_path: Path) -> list[object]:
     fields = yaml.safe_load((CONFIGS / "models" / "olmoe_1b_7b.yaml").read_text())
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump(fields | {"num-layers": 2}))
-    files = [
-        "--trace",
-        tmp_path / "trace",
-        "--model",
-        path,
-        "--cluster",
-        "a800_2x8_ib200",
-        "--ep",
-        16,
-    ]
-    return ["place", *files, "--ep", 16, "--out", tmp_path / "placement.json"]
+    flags = f"--trace {tmp_path}/trace --model {path} --cluster a800_2x8_ib200 --ep 16"
+    return ["place", *flags.split(), "--out", tmp_path / "placement.json"]
 
 
 def test_a_placement_is_written(tmp_path: Path, words: list[object], monta: Monta) -> None:
@@ -73,19 +65,13 @@ def test_uniform_traces_have_no_placement(
     assert "uniform" in table and document["refused"] in table
 
 
-PLACEMENTS: dict[str, dict[int | str, list[int]]] = {
-    "good": {0: [1, 0, 2, 3]},
-    "twice": {0: [1, 1, 2, 3]},
-    "name": {"first": [1, 0, 2, 3]},
-}
-
-
 @pytest.mark.usefixtures("words")
 def test_bad_input(tmp_path: Path, monta: Monta, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written."""
     monkeypatch.chdir(tmp_path)
     write_planted(Path("trace"), strength=3.0)
-    Path("empty.json").write_text("{}")
+    for name, text in yaml.safe_load((HERE / "bad_files.yaml").read_text()).items():
+        Path(name).write_text(text)
     flat = Metadata({}, storage_data={MetadataIndex("optimizer.distributed.param_0"): None})
     for name, index in {
         "saved": pickle.dumps(Metadata({}, storage_data={})),
@@ -95,13 +81,10 @@ def test_bad_input(tmp_path: Path, monta: Monta, monkeypatch: pytest.MonkeyPatch
         Path(name, "iter_0000002").mkdir(parents=True)
         Path(name, "iter_0000002", ".metadata").write_bytes(index)
         Path(name, "latest_checkpointed_iteration.txt").write_text("2")
-    for name, placement in PLACEMENTS.items():
-        content = {"model": "toy", "num_experts": 4, "placement": placement}
-        Path(f"{name}.json").write_text(json.dumps(content))
     before = sorted(tmp_path.rglob("*"))
 
     def answer(words: str) -> str:
         return monta.refusal(*words.split()).replace(f"{tmp_path}/", "")
 
-    golden.check_session(Path(__file__).with_name("bad_input.txt"), answer)
+    golden.check_session(HERE / "bad_input.txt", answer)
     assert sorted(tmp_path.rglob("*")) == before

@@ -1,30 +1,9 @@
-"""Tables, times and progress as texts: aligned columns, three digits, lines."""
-
-from collections.abc import Sequence
+"""Times and progress as texts: three digits, lines of the first rank."""
 
 import pytest
 
 from monta_megatron.common import text
-from monta_megatron.common.text import Progress, table, time_text
-
-COLUMNS = ["chain", ">us", "why"]
-ROWS: list[Sequence[object]] = [
-    ["alltoall", "1,234", "chosen"],
-    ["alltoall_dedup", None, "slower"],
-]
-PLAIN = """
-head
-chain             us  why
-alltoall       1,234  chosen
-alltoall_dedup     -  slower
-"""
-
-
-def test_a_table_has_columns() -> None:
-    assert table(COLUMNS, ROWS, "head") == PLAIN.strip("\n")
-    long = [["alltoall", 1, "why " * 200]]
-    assert "why " * 199 in table(COLUMNS, long)
-    assert table(COLUMNS, []) == "chain us  why"
+from monta_megatron.common.text import Progress, time_text
 
 
 def test_progress_is_lines_of_the_first_rank(
