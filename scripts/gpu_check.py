@@ -87,7 +87,7 @@ def record(short: bool, arguments: Sequence[str]) -> int:
     import replay
 
     cases, path = _cases(short), Path(arguments[0])
-    replay.write_records(path, replay.record(cases))
+    replay.record(cases, path)
     megabytes = path.stat().st_size / 1e6
     return _proven(f"16 CPU ranks ran {len(cases)} cases; their record has {megabytes:.1f} MB")
 

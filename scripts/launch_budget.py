@@ -3,7 +3,6 @@
 
     python scripts/launch_budget.py --ep 16 --chain hierarchical_alltoall --num-chunks 4 --json
     python scripts/launch_budget.py --chain alltoall_dedup --num-chunks 4 --fused
-    python scripts/launch_budget.py --host     # what this processor takes, for the presets
 
 No GPU is needed, and no pytest, but Megatron-Core.
 """
@@ -41,13 +40,10 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--chain", choices=CHAINS, default="hierarchical_alltoall")
     parser.add_argument("--num-chunks", type=int, default=1, help="chunks of each pass")
     parser.add_argument("--fused", action="store_true", help="with Triton kernels; needs Triton")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--json", action="store_true", help="print one JSON document")
-    what.add_argument("--host", action="store_true", help="time the parts on this processor")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
-    for name in ("host", "fused"):
-        if getattr(arguments, name) and find_spec("triton") is None:
-            parser.error(f"--{name}: got true, must come with Triton, which is not installed")
+    if arguments.fused and find_spec("triton") is None:
+        parser.error("--fused: got true, must come with Triton, which is not installed")
     most = 1 if CHAINS[arguments.chain].serial else 8
     if not 1 <= arguments.num_chunks <= most:
         parser.error(
@@ -57,12 +53,9 @@ def read_arguments() -> argparse.Namespace:
 
 
 def budget(chain_name: str, ep: int, num_chunks: int, kernels: str) -> dict[str, object]:
-    """The document of `--json`: `passes`, `total` with the same fields, and what nothing hides.
-
-    That is host time from when the counts are on the host to the first collective of dispatch.
-    """
+    """The document of `--json`: `passes`, and `total` with the same fields."""
     from launch_counts import count_launches
-    from launch_times import EXPOSED, host_us
+    from launch_times import host_us
 
     counts = count_launches(chain_name, ep, num_chunks, kernels)
     us = host_us(chain_name, ep, num_chunks, REPEATS, kernels)
@@ -71,8 +64,7 @@ def budget(chain_name: str, ep: int, num_chunks: int, kernels: str) -> dict[str,
         for name, row in counts.items()
     ]
     total = {name: round(sum(each[name] for each in passes), 1) for name in FIGURES}
-    exposed = {"counts_to_first_collective_us": round(us[EXPOSED], 1)}
-    return {"passes": passes, "total": total, **exposed}
+    return {"passes": passes, "total": total}
 
 
 def main() -> int:
@@ -89,37 +81,20 @@ def main() -> int:
     from fake_world import fake_world
 
     with fake_world():
-        if arguments.host:
-            print("".join(_host_lines()), end="")
-        else:
-            kernels = KERNELS[arguments.fused]
-            result = budget(arguments.chain, arguments.ep, arguments.num_chunks, kernels)
-            if arguments.json:
-                print(json.dumps(result, indent=2))
-            else:
-                print("".join(_text(result)), end="")
+        kernels = KERNELS[arguments.fused]
+        result = budget(arguments.chain, arguments.ep, arguments.num_chunks, kernels)
+    print(json.dumps(result, indent=2) if arguments.json else "\n".join(_text(result)))
     return 0
-
-
-def _host_lines() -> list[str]:
-    """What `--host` prints: microseconds by the names of a cluster file, as a table."""
-    from host_figures import host_figures
-
-    rows = host_figures().items()
-    cells = [[name, us if isinstance(us, str) else f"{us:.1f}"] for name, us in rows]
-    return [_line(["figure", "us"]), _line(["---", "---"]), *map(_line, cells)]
 
 
 def _text(result: dict[str, object]) -> list[str]:
     rows = [*result["passes"], {"name": "total", **result["total"]}]  # type: ignore[misc, dict-item]
     head = ["", *(name.replace("_", " ") for name in FIGURES)]
-    table = [_line(head), _line(["---"] * len(head)), *(_line(list(row.values())) for row in rows)]
-    us = result["counts_to_first_collective_us"]
-    return [*table, f"\nhost us from the counts to the first collective: {us}\n"]
+    return [_line(head), _line(["---"] * len(head)), *(_line(list(row.values())) for row in rows)]
 
 
 def _line(cells: list[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |\n"
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":

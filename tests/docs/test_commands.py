@@ -37,7 +37,7 @@ EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron)"
 KNOWN: dict[str, bool | str] = {
     r"monta plan --log .*": "tests/unit/planner/test_training_log.py",
     r"monta (doctor|plan .*)": True,
-    r"python scripts/(launch_budget\.py --(ep .*|host)|claims\.py \w+)": True,
+    r"python scripts/(launch_budget\.py --ep .*|claims\.py \w+)": True,
     r"monta timeline trace\.json": "tests/timeline/test_timeline.py",
     r"monta place --(trace trace|apply \w+) .*": "tests/unit/place/test_place_command.py",
     r"monta launch .* --dry-run": "tests/launch/test_run_configs.py",
@@ -56,7 +56,7 @@ KNOWN: dict[str, bool | str] = {
     r"scripts/megatron_suite\.py --checkout .*": "tests/dist/test_megatron_suite.py",
     r"scripts/property_tests\.py .*": "tests/dist/test_dispatcher_properties.py",
     r"(nsys profile .* )?torchrun \.\.\. pretrain_gpt\.py \.\.\. --profile .*": (
-        "needs GPUs; tests/timeline/test_recorded.py shows the ranges"
+        "needs GPUs; tests/unit/test_stream_safety.py shows the ranges"
     ),
     r"torchrun \.\.\. pretrain_gpt\.py .*": "tests/megatron/test_pretrain_gpt.py",
     r"torchrun --nnodes 2 .*": "needs two machines",

@@ -75,21 +75,12 @@ class Rows:
 
     @contextmanager
     def row(self, name: str) -> Iterator[None]:
-        """Context of a row."""
+        """Context, or decorator, of work that belongs to a row."""
         outside, self._inside, before = self._inside, 0, self._read()
         yield
         spent = self._read() - before
         self.spent[name] += spent - self._inside
         self._inside = outside + spent
-
-    def inside(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose work belongs to a row."""
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with self.row(name):
-                return function(*args, **kwargs)
-
-        return called
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -185,13 +176,6 @@ def make_dispatcher(
     """A layer's dispatcher; all ranks say what this one says."""
     register()
     layout = LAYOUTS[ep, 1]
-    fields = {
-        "moe_router_dtype": "fp32",
-        # On the host, where the counts come from, "auto" is PyTorch.
-        "moe_monta_kernels": "torch" if kernels == "torch" else "auto",
-        # Once per training, and the host waits for it.
-        "moe_monta_check": 0,
-    }
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -204,18 +188,22 @@ def make_dispatcher(
         add_bias_linear=False,
         moe_monta_chain=chain_name,
         moe_monta_ranks_per_node=RANKS_PER_NODE,
-        **{**fields, **options},
+        # On the host, where the counts come from, "auto" is PyTorch.
+        moe_monta_kernels="torch" if kernels == "torch" else "auto",
+        # Once per training, and the host waits for it.
+        moe_monta_check=0,
+        **{"moe_router_dtype": "fp32", **options},
     )
     groups = megatron_groups(layout)
     collection = SimpleNamespace(ep=groups["ep"], expt_tp=groups["etp"], tp_ep=groups["tp_ep"])
     first, number = layout.first_expert, layout.num_local_experts
-    patches: dict[str, Any] = {
-        "gather_objects": lambda value, group: [value] * group.size(),
-        # As on GPUs.
-        "is_fused": lambda choice, _: HAS_TRITON and choice != "torch",
-    }
     with (
-        mock.patch.multiple(layer_setup, **patches),
+        mock.patch.multiple(
+            layer_setup,
+            gather_objects=lambda value, group: [value] * group.size(),
+            # As on GPUs.
+            is_fused=lambda choice, _: HAS_TRITON and choice != "torch",
+        ),
         mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
     ):
         return MontaTokenDispatcher(number, list(range(first, first + number)), config, collection)
@@ -235,7 +223,7 @@ def run_layer(made: MontaTokenDispatcher, inputs: tuple[torch.Tensor, ...], rows
     with ExitStack() as context:
         of_counts = (made._counts, "collect"), (made._counts, "copy_to_host"), (made, "_bound")
         for owner, name in of_counts:
-            counted = rows.inside("counts", getattr(owner, name))
+            counted = rows.row("counts")(getattr(owner, name))
             context.enter_context(mock.patch.object(owner, name, counted))
         with rows.row("enter"):
             columns, row_probs = made.dispatch_preprocess(*inputs)

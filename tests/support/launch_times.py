@@ -7,8 +7,8 @@ They are this thread's time, so that what else runs on the machine matters less.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -25,12 +25,8 @@ from launch_counts import (
 )
 
 from monta_megatron.exchange import count_messages, executor, operations, streams
-from monta_megatron.exchange.count_messages import MicroBatchCounts
 
 WARM_UP = 2
-# From when the counts are on the host to when it starts the first collective of dispatch: nothing
-# that a GPU has queued hides it.
-EXPOSED = "counts to first collective"
 
 
 class _Nothing:
@@ -54,14 +50,9 @@ class _Nothing:
 
 
 def host_us(
-    chain_name: str,
-    ep: int,
-    num_chunks: int,
-    repeats: int,
-    kernels: str = "torch",
-    of_layers: Callable[[Iterable[float]], float] = median,
+    chain_name: str, ep: int, num_chunks: int, repeats: int, kernels: str = "torch"
 ) -> dict[str, float]:
-    """Host time of each of `ROWS` and of `EXPOSED`, in microseconds, over so many layers.
+    """Host time of each of `ROWS` in microseconds, the median of so many layers.
 
     Triton kernels go through Triton's own launch path; see `compiled_kernels.no_driver`.
     """
@@ -69,37 +60,27 @@ def host_us(
     made.cuda_dtoh_stream = _Nothing()
     counts = made._counts
     copied, routed = exchanged_counts(counts.count_messages)
-    # When the counts of the layer under way were on the host; 0 behind the first collective.
-    arrived_us, layers = 0.0, list[dict[str, float]]()
-
-    def arrive() -> MicroBatchCounts:
-        nonlocal arrived_us
-        arrived_us = _now_us()
-        return counts.count_messages.read(copied.numpy())
-
-    def start(output: torch.Tensor, *_: Any) -> _Nothing:
-        nonlocal arrived_us
-        if arrived_us:
-            layers[-1][EXPOSED] = _now_us() - arrived_us
-            arrived_us = 0.0
-        # Ids that are in range.
-        output.zero_()
-        return _Nothing()
-
-    counts.copy_to_host = lambda *_: arrive
+    counts.copy_to_host = lambda *_: lambda: counts.count_messages.read(copied.numpy())
     inputs, driver = layer_inputs(routed, "cpu"), nullcontext()
     if kernels == "fused":
         from compiled_kernels import no_driver
 
         driver = no_driver()
+    layers: list[dict[str, float]] = []
     # The work on the data is the host thread's own, as launches are.
     torch.set_num_threads(1)
-    with _no_device(start, kernels), driver, torch.no_grad():
+    with _no_device(kernels), driver, torch.no_grad():
         for _ in range(WARM_UP + repeats):
             rows = Rows(_now_us)
             layers.append(rows.spent)
             run_layer(made, inputs, rows)
-    return {name: of_layers(each[name] for each in layers[WARM_UP:]) for name in (*ROWS, EXPOSED)}
+    return {name: median(each[name] for each in layers[WARM_UP:]) for name in ROWS}
+
+
+def _start(output: torch.Tensor, *_: Any) -> _Nothing:
+    """In place of a collective; ids that it would bring are in range."""
+    output.zero_()
+    return _Nothing()
 
 
 def _now_us() -> float:
@@ -107,26 +88,24 @@ def _now_us() -> float:
 
 
 @contextmanager
-def _no_device(start: Callable[..., _Nothing], kernels: str) -> Iterator[None]:
-    """Context in which CPU tensors take a device's path, and `start` stands in for collectives."""
+def _no_device(kernels: str) -> Iterator[None]:
+    """Context in which CPU tensors take a device's path, and nothing is sent."""
     stream, inside = _Nothing(), nullcontext()
     streams._drawn.cache_clear()
-    with ExitStack() as context:
-        for patch in (
-            mock.patch.multiple(
-                torch.cuda,
-                Stream=_Nothing,
-                stream=lambda stream: inside,
-                set_stream=lambda stream: None,
-                current_stream=lambda device=None: stream,
-                current_device=lambda: torch.device("cpu"),
-            ),
-            mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
-            mock.patch.object(executor, "streams_for", streams.CudaStreams),
-            mock.patch.multiple(operations, start_all_to_all=start, start_all_gather=start),
-            mock.patch.object(count_messages, "is_fused", lambda *_: kernels == "fused"),
-            sizes_of_permutation(),
-        ):
-            context.enter_context(patch)
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            Stream=_Nothing,
+            stream=lambda stream: inside,
+            set_stream=lambda stream: None,
+            current_stream=lambda device=None: stream,
+            current_device=lambda: torch.device("cpu"),
+        ),
+        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
+        mock.patch.object(executor, "streams_for", streams.CudaStreams),
+        mock.patch.multiple(operations, start_all_to_all=_start, start_all_gather=_start),
+        mock.patch.object(count_messages, "is_fused", lambda *_: kernels == "fused"),
+        sizes_of_permutation(),
+    ):
         yield
     streams._drawn.cache_clear()

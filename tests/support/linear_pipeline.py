@@ -1,47 +1,33 @@
 """Stages that follow each other, as operations of a program, without a chain."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from monta_megatron.chains.program import Operation, Resource
-from monta_megatron.planner.price import Work
 
 
 class Stage(NamedTuple):
-    """What every chunk goes through, `depth` steps after the first stage."""
+    """What every chunk goes through, `depth` steps after the first stage; times by chunk."""
 
-    work: Work
-    depth: int
+    resource: Resource
+    times_us: tuple[float, ...] = ()
+    launch_us: float = 0.0
+    depth: int = 0
 
-
-def work_of(
-    stage: str, resource: Resource, times_us: tuple[float, ...], launch_us: float = 0.0
-) -> Work:
-    """A stage of a pass in which nothing moves."""
-    return Work(
-        pass_name="dispatch",
-        stage=stage,
-        resource=resource,
-        times_us=times_us,
-        launch_us=launch_us,
-    )
-
-
-def operation_of(number: int, stage: int, chunk: int, stages: Sequence[Stage]) -> Operation:
-    resource = stages[stage].work.resource
-    assert resource != "host", "an operation is on the device"
-    return Operation(
-        number=number,
-        kind="put" if resource == "memory" else "alltoall",
-        stage=stages[stage].work.stage,
-        position=stage,
-        chunk=chunk,
-        series=stage,
-        reads=(),
-        writes=(),
-        scratch=(),
-        resource=resource,
-        group=None if resource == "memory" else f"group {stage}",  # type: ignore[arg-type]
-        stream=stage,
-        ranks_per_sum=0,
-    )
+    def operation(self, number: int, position: int, chunk: int) -> Operation:
+        """That of a chunk; each position has a stream and a group."""
+        is_copy = self.resource == "memory"
+        return Operation(
+            number=number,
+            kind="put" if is_copy else "alltoall",
+            stage=self.resource,
+            position=position,
+            chunk=chunk,
+            series=position,
+            reads=(),
+            writes=(),
+            scratch=(),
+            resource=self.resource,
+            group=None if is_copy else f"group {position}",  # type: ignore[arg-type]
+            stream=position,
+            ranks_per_sum=0,
+        )

@@ -115,28 +115,23 @@ def replay_cases() -> list[ReplayCase]:
     return made
 
 
-def record(cases: Sequence[ReplayCase]) -> list[Recorded]:
-    """Run the cases on forked CPU ranks; called before this process has made threads or groups.
+def record(cases: Sequence[ReplayCase], path: Path) -> None:
+    """Run the cases on forked CPU ranks and write the record of each, in order, to a file.
+
+    Called before this process has made threads or groups.
 
     Raises:
         Exception: that of the first rank that failed, or multiprocessing's of a time limit.
     """
     with tempfile.TemporaryDirectory() as folder, get_context("fork").Pool(NUM_RANKS) as ranks:
-        path = Path(folder, "record.pt")
         ended = ranks.imap_unordered(partial(_record_rank, folder, path, cases), range(NUM_RANKS))
         for _ in range(NUM_RANKS):
             ended.next(LIMIT_S)
-        return read_records(path)
 
 
 def read_records(path: Path) -> list[Recorded]:
     """The records that a file holds."""
     return [Recorded(*each) for each in torch.load(path, weights_only=True)]
-
-
-def write_records(path: Path, records: Sequence[Recorded]) -> None:
-    """Write records to a file: tensors, numbers and texts alone."""
-    torch.save([tuple(each) for each in records], path)
 
 
 def _record_rank(folder: str, path: Path, cases: Sequence[ReplayCase], rank: int) -> None:
@@ -148,7 +143,7 @@ def _record_rank(folder: str, path: Path, cases: Sequence[ReplayCase], rank: int
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
     records = [_recorded(each) for each in cases]
     if rank == 0:
-        write_records(path, records)
+        torch.save([tuple(each) for each in records], path)
     dist.barrier()
 
 
@@ -315,15 +310,18 @@ class Replay:
         recorder = buffers.exchange.monitor.recorder
         if recorder is not None:
             recorder.note(Step("start", buffers.pass_name, operation))
-        stream = self._streams[operation.group]
         sent, received = buffers.sent(operation), buffers.messages(operation.writes[0])
         key = self._layer.key_of(buffers, operation)
         # What the caller owns, or a later operation reads, stays.
         buffer = buffers.bound.program.buffers[operation.reads[0]]
         is_last = buffer.release is not Release.CALLER and buffer.last_read == operation.number
         spent = buffers.columns(buffer.number).tensors() if is_last else []
-        deliver = partial(self.deliver, key, sent, received, spent)
-        return [order_on(stream, self._device, deliver)]
+        # Behind what the current stream was given so far.
+        stream = self._streams[operation.group]
+        stream.wait_event(torch.cuda.current_stream(self._device).record_event())
+        with torch.cuda.stream(stream):
+            self.deliver(key, sent, received, spent)
+            return [StandInWork(stream.record_event())]
 
     def deliver(
         self,
@@ -373,23 +371,12 @@ class StandInWork(NamedTuple):
     """In place of `torch.distributed.Work`; like NCCL's it holds no tensors."""
 
     end: torch.cuda.Event
-    device: torch.device
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.end)
+        torch.cuda.current_stream().wait_event(self.end)
 
     def get_future_result(self) -> Any:
         raise RuntimeError("a stand-in has no watchdog")
-
-
-def order_on(
-    stream: torch.cuda.Stream, device: torch.device, run: Callable[[], object]
-) -> StandInWork:
-    """Run something on a stream, behind what the current one was given so far."""
-    stream.wait_event(torch.cuda.current_stream(device).record_event())
-    with torch.cuda.stream(stream):
-        run()
-        return StandInWork(stream.record_event(), device)
 
 
 @contextmanager

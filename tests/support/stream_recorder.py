@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
-from step_list import StepList
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -168,8 +167,7 @@ class Recorder(TorchDispatchMode):
         self, make_streams: Callable[[torch.device], streams.Streams] = streams.CudaStreams
     ) -> None:
         super().__init__()
-        self._steps = StepList()
-        self.monitor = Monitor(recorder=self._steps)
+        self.monitor = Monitor(recorder=self)
         self.queue: list[Entry] = []
         self.findings: list[Finding] = []
         self.side_streams: list[RecordedStream] = []
@@ -234,6 +232,14 @@ class Recorder(TorchDispatchMode):
         if "empty" not in name or torch.are_deterministic_algorithms_enabled():
             self.kernel(name, read, written + new)
         return result
+
+    def note(self, step: Step) -> None:
+        """See `exchange.monitor.Recorder`."""
+        self._step = step
+
+    def watch(self, works: Any, pass_name: str, operation: int) -> Any:
+        """See `exchange.monitor.Recorder`; no times are taken."""
+        return works
 
     def kernel(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """Record the launch of a kernel."""
@@ -367,7 +373,7 @@ class Recorder(TorchDispatchMode):
         made = RecordedStream(self, f"group {group.name}")
         stream = self._group_streams.setdefault(group.name, made)
         stream.wait_stream(self.current)
-        step = self._steps[-1]
+        step = self._step
         fields = {"name": step.operation.stage, "step": step, "group": group.name}
         self._run(stream, [input_], [output], kind="collective", **fields)
         return RecordedWork(self, stream.record_event())

@@ -1,7 +1,6 @@
 """`monta bench --trace`: runs of 4 CPU ranks, and their traces."""
 
-import json
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,10 +29,10 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
 @pytest.fixture(scope="module")
 def path(ranks: ForkedRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trace of a run, beside the names of its ranges in a profile of each rank."""
+    """The trace of a run."""
     path = tmp_path_factory.mktemp("recorded") / "trace.json"
-    script = str(Path(__file__).with_name("record_in_profile.py"))
-    result = ranks.run(script, "--trace", str(path), *LAYER.split())
+    command = f"-m monta_megatron bench --trace {path} {LAYER}"
+    result = ranks.run(*command.split())
     assert result.returncode == 0, result.stderr
     return path
 
@@ -129,13 +128,3 @@ def test_ranks_of_several_hosts_are_put_on_the_first_ones_clock(
     assert LIMIT_S < 500
     assert 0 < trace.about["clock_error_us"] < 500e6
     assert all(0 <= span.start_us <= span.end_us < 500e6 for span in trace.spans)
-
-
-def test_a_profile_has_a_range_for_every_stage_and_chunk(path: Path) -> None:
-    stages = ("pack", "alltoall", "allgather", "order")
-    expected = {
-        f"monta {pass_.name}: alltoall_allgather, {stage}, chunk {chunk}"
-        for pass_, stage, chunk in product(ALL_PASSES, stages, range(NUM_CHUNKS))
-    }
-    for rank in range(NUM_RANKS):
-        assert expected <= set(json.loads(path.with_name(f"ranges_{rank}").read_text()))

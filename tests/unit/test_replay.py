@@ -1,6 +1,5 @@
 """What one rank of 16 receives, replayed in one process: the same bits, and faults are found."""
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,17 +18,13 @@ FAULTY_CASES = [
 ]
 
 
-def record_all(path: str) -> None:
-    """In a process of its own, without threads or groups."""
-    replay.write_records(Path(path), replay.record(list(CASES.values())))
-
-
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
     path = tmp_path_factory.mktemp("replay") / "record.pt"
     process = Preloaded("replay", limit_s=replay.LIMIT_S, OMP_NUM_THREADS="1")
     try:
-        result = process.run(record_all, str(path))
+        # In a process of its own, without threads or groups.
+        result = process.run("replay:record", list(CASES.values()), path)
     finally:
         process.close()
     assert result.returncode == 0, result.stderr

@@ -15,6 +15,7 @@ import pytest
 import torch
 from fake_world import bound_exchange, chunks_of
 from stream_recorder import Entry, RecordedStream, Recorder, times_in_one_queue
+from torch.profiler import ProfilerActivity, profile
 
 from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.chains import lower as lower_module
@@ -166,10 +167,8 @@ def record(
     return recorder
 
 
-@cache
-def sound(chain_name: str, layout_name: str, num_chunks: int, pipelined: bool = False) -> Recorder:
-    """The recording without a fault; shared by the tests."""
-    return record(chain_name, layout_name, num_chunks, pipelined)
+# Recordings without a fault, shared by the tests.
+sound = cache(record)
 
 
 def kinds_of(recorder: Recorder) -> set[str]:
@@ -341,7 +340,6 @@ def order_of(recorder: Recorder) -> list[tuple[str, str, str, int]]:
     return [
         (entry.step.pass_name, entry.group, entry.step.operation.stage, entry.step.operation.chunk)
         for entry in recorder.collectives()
-        if entry.step is not None
     ]
 
 
@@ -462,3 +460,13 @@ def test_one_queue_hand_worked() -> None:
     kernel = Entry("kernel", "other", "copy")
     assert times_in_one_queue([send, wait, kernel])[kernel][0] == 1
     assert times_in_one_queue([send, kernel, wait])[kernel][0] == 0
+
+
+def test_a_profile_has_a_range_for_every_stage_and_chunk() -> None:
+    layer = Layer("alltoall_allgather", "ep2_etp2")
+    with profile(activities=[ProfilerActivity.CPU]) as profiled, layer.recorder:
+        layer.run()
+    names = {event.name for event in profiled.events()}
+    stages = ("pack", "alltoall", "allgather", "order")
+    for pass_, stage, chunk in itertools.product(PASSES, stages, range(layer.num_chunks)):
+        assert f"monta {pass_}: alltoall_allgather, {stage}, chunk {chunk}" in names

@@ -9,7 +9,7 @@ import pytest
 from clusters import by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_pipeline import Stage, operation_of, work_of
+from linear_pipeline import Stage
 
 from monta_megatron.chains.program import Policy, with_waits
 from monta_megatron.planner import schedule as program_schedule
@@ -26,18 +26,18 @@ def simulate(stages: Sequence[Stage], factor: Factor, policy: Policy = "streams"
     keys = sorted(
         (chunk + stage.depth, number, chunk)
         for number, stage in enumerate(stages)
-        for chunk in range(len(stage.work.times_us))
+        for chunk in range(len(stage.times_us))
     )
     numbers = {(stage, chunk): at for at, (_, stage, chunk) in enumerate(keys)}
     needs = [[] if stage == 0 else [numbers[stage - 1, chunk]] for _, stage, chunk in keys]
     operations = [
-        operation_of(at, stage, chunk, stages) for at, (_, stage, chunk) in enumerate(keys)
+        stages[stage].operation(at, stage, chunk) for at, (_, stage, chunk) in enumerate(keys)
     ]
     tasks = [
         Task(
             resource=each.resource,
-            us=stages[each.series].work.times_us[each.chunk],
-            launch_us=stages[each.series].work.launch_us,
+            us=stages[each.series].times_us[each.chunk],
+            launch_us=stages[each.series].launch_us,
             after=each.after,
             launch_after=each.launch_after,
             copies_at_launch=each.host == "starts",
@@ -46,7 +46,7 @@ def simulate(stages: Sequence[Stage], factor: Factor, policy: Policy = "streams"
     ]
     times = program_schedule.simulate(tasks, factor)
     return [
-        [times[numbers[number, chunk]] for chunk in range(len(stage.work.times_us))]
+        [times[numbers[number, chunk]] for chunk in range(len(stage.times_us))]
         for number, stage in enumerate(stages)
     ]
 
@@ -58,7 +58,7 @@ def total_us(schedule: Schedule) -> float:
 @pytest.mark.parametrize("case", by_hand("schedules"), ids=lambda case: str(case["stages"]))
 def test_by_hand(case: dict[str, Any]) -> None:
     stages = [
-        Stage(work_of(f"s{depth}", resource, tuple(us), case.get("launch_us", 0.0)), depth)
+        Stage(resource, tuple(us), case.get("launch_us", 0.0), depth)
         for (resource, us), depth in zip(case["stages"], case.get("depths", count()), strict=False)
     ]
     same, other = case.get("slowdown", (1.0, 1.0))
@@ -76,9 +76,9 @@ def pipelines(draw: st.DrawFn, launch_us: st.SearchStrategy[float]) -> list[Stag
     num_chunks, depth = draw(st.integers(1, 9)), 0
     times = st.tuples(*[US] * num_chunks)
     stages = []
-    for number in range(draw(st.integers(1, 6))):
-        work = work_of(str(number), draw(st.sampled_from(RESOURCES)), draw(times), draw(launch_us))
-        stages.append(Stage(work, depth))
+    for _ in range(draw(st.integers(1, 6))):
+        resource = draw(st.sampled_from(RESOURCES))
+        stages.append(Stage(resource, draw(times), draw(launch_us), depth))
         depth += draw(st.integers(0, 1))
     return stages
 
@@ -87,10 +87,10 @@ def pipelines(draw: st.DrawFn, launch_us: st.SearchStrategy[float]) -> list[Stag
 @given(pipelines(launch_us=st.just(0.0)))
 def test_without_contention_it_is_the_recurrence(stages: list[Stage]) -> None:
     """ends[s][c] = max(ends[s - 1][c], ends[s][c - 1]) + times[s][c]."""
-    expected = [0.0] * len(stages[0].work.times_us)
+    expected = [0.0] * len(stages[0].times_us)
     for stage, found in zip(stages, simulate(stages, lambda *_: 1.0), strict=True):
         before = 0.0
-        for chunk, us in enumerate(stage.work.times_us):
+        for chunk, us in enumerate(stage.times_us):
             before = expected[chunk] = max(before, expected[chunk]) + us
         assert [times.end_us for times in found] == pytest.approx(expected, abs=1e-6)
 
@@ -108,9 +108,9 @@ def test_between_the_busiest_resource_and_one_after_the_other(
     pairs = dict(zip(map(frozenset, combinations(RESOURCES, 2)), factors, strict=True))
     schedule = simulate(stages, lambda *pair: pairs.get(frozenset(pair), 2.0), policy)
     busy_us = [
-        sum(sum(each.work.times_us) for each in stages if each.work.resource == resource)
+        sum(sum(each.times_us) for each in stages if each.resource == resource)
         for resource in RESOURCES
     ]
-    busy_us.append(sum(each.work.launch_us * len(each.work.times_us) for each in stages))
+    busy_us.append(sum(each.launch_us * len(each.times_us) for each in stages))
     assert max(busy_us) * (1 - 1e-9) <= total_us(schedule)
-    assert total_us(schedule) <= sum(each.work.alone_us for each in stages) * (1 + 1e-9)
+    assert total_us(schedule) <= sum(busy_us) * (1 + 1e-9)
