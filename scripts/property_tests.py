@@ -10,6 +10,7 @@ mixed. A case that fails is printed as --case takes it.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -29,16 +30,16 @@ from pool import Pool
 
 from monta_megatron.common.rules import whole
 
-# Kind of a case, what checks cases on a rank, what draws them, and cases of each world size, in
+# Kind of a case, what checks one on a rank, what draws them, and cases of each world size, in
 # relation.
 COMPARISONS: dict[str, tuple[Any, Any, Any, dict[int, int]]] = {
     "reference": (
         exchanges.Case,
-        exchanges.check_many,
+        exchanges.check,
         of_exchanges.draw_cases,
         of_exchanges.NUM_CASES,
     ),
-    "stock": (layers.Case, layers.check_many, of_dispatchers.draw_cases, {4: 19, 8: 1}),
+    "stock": (layers.Case, layers.check, of_dispatchers.draw_cases, {4: 19, 8: 1}),
 }
 
 
@@ -55,7 +56,7 @@ def main() -> int:
     if arguments.case is not None and arguments.world_size is None:
         parser.error("--case: needs the --world-size of its ranks")
 
-    kind, check_many, draw, shares = COMPARISONS[arguments.against]
+    kind, check, draw, shares = COMPARISONS[arguments.against]
     if arguments.case is not None:
         shares = {arguments.world_size: 1}
     try:
@@ -63,11 +64,11 @@ def main() -> int:
             num_cases = -(-arguments.cases * share // sum(shares.values()))
             rounds = drawn_rounds(draw, world_size, num_cases, arguments.seed)
             if arguments.case is not None:
-                rounds = iter([iter([of_exchanges.case_from(kind, arguments.case)])])
+                rounds = iter([iter([kind(**json.loads(arguments.case))])])
             began = time.monotonic()
             for cases in rounds:
                 with closing(Pool(world_size)) as pool:
-                    of_exchanges.run_cases(pool, check_many, cases)
+                    of_exchanges.run_cases(pool, check, cases)
             seconds = time.monotonic() - began
             print(f"{world_size} ranks: none differs, {seconds:.0f} s", flush=True)
     except AssertionError as error:

@@ -9,15 +9,17 @@ Notation: S = ranks of the exchange, T = tokens of a rank, H = hidden size, E = 
 of the lists, N = pairs or expert rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import reference
 import torch
 import torch.distributed as dist
+import yaml
 from equal import difference
 from fake_world import bound_exchange
 
@@ -27,8 +29,6 @@ from monta_megatron.exchange.collectives import PeerGroup, peer_groups
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.rows import expert_ids_of
-
-C = TypeVar("C")
 
 ROUTINGS = (
     "uniform",
@@ -41,25 +41,9 @@ ROUTINGS = (
     "any_number",
     "every_expert",
 )
-# (EP, ETP, ranks per node) by world size. On 8 ranks the exchanges of 4 are two, side by side.
-# Fixed, so that every process group is made once.
-Shape = tuple[int, int, int]
-SHAPES: dict[int, list[Shape]] = {
-    4: [
-        *((4, 1, ranks_per_node) for ranks_per_node in (4, 3, 2, 1)),
-        *((2, 2, ranks_per_node) for ranks_per_node in (4, 2, 1)),
-        (1, 4, 4),
-        *((2, 1, ranks_per_node) for ranks_per_node in (2, 1)),
-        (1, 2, 2),
-    ],
-    8: [
-        *((8, 1, ranks_per_node) for ranks_per_node in (8, 5, 4, 2, 1)),
-        *((4, 2, ranks_per_node) for ranks_per_node in (8, 4, 2)),
-        *((2, 4, ranks_per_node) for ranks_per_node in (8, 4)),
-        *((4, 1, ranks_per_node) for ranks_per_node in (4, 2)),
-        (2, 2, 2),
-    ],
-}
+# EP, ETP, ranks per node.
+Shape = Sequence[int]
+SHAPES: dict[int, list[Shape]] = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
 # (dtype of the rows, dtype of the probabilities)
 DTYPES = [
     ("float32", "float32"),
@@ -86,7 +70,7 @@ class Case:
     ranks_per_node: int = 2
     num_local_experts: int = 2
     topk: int = 2
-    tokens: tuple[int, ...] = (12, 12, 12, 12)
+    tokens: Sequence[int] = (12, 12, 12, 12)
     hidden: int = 8
     dtype: str = "float32"
     probs_dtype: str = "float32"
@@ -128,24 +112,14 @@ class Case:
         )
 
 
-def cases_on(shapes: Iterable[Shape], kind: Callable[..., C] = Case, **fields: Any) -> list[C]:
+def cases_on(shapes: Iterable[Shape], kind: Callable[..., Any] = Case, **fields: Any) -> list[Any]:
     """A case of every chain on every shape that it accepts."""
-    places = [
-        Case(chain=chain, ep=ep, etp=etp, ranks_per_node=ranks_per_node)
+    cases = [
+        kind(chain=chain, ep=ep, etp=etp, ranks_per_node=ranks_per_node, **fields)
         for chain in CHAINS
         for ep, etp, ranks_per_node in shapes
     ]
-    return [
-        kind(
-            chain=place.chain,
-            ep=place.ep,
-            etp=place.etp,
-            ranks_per_node=place.ranks_per_node,
-            **fields,
-        )
-        for place in places
-        if CHAINS[place.chain].incompatibility(place.layout(0)) is None
-    ]
+    return [case for case in cases if CHAINS[case.chain].incompatibility(case.layout(0)) is None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,35 +367,21 @@ def check(case: Case) -> list[str]:
         total, magnitude = (
             combine_values(each, *shape)[rank] for each in (values, [one.abs() for one in values])
         )
-        # On the wire a partial sum is rounded 4 times at most: experts, node, rail; or ETP, then
-        # experts.
-        num_terms = case.num_experts * case.etp
-        bound = rounding_bound(ours[name].dtype, case.sum_dtype, 4, num_terms) * magnitude
+        # Rounding moves a sum by at most half an eps of its magnitude: 4 times at most on the wire,
+        # for experts, node, rail, or ETP, then experts, and once for each term in the dtype of the
+        # sum. 1%: errors on top of errors.
+        dtype, num_terms = ours[name].dtype, case.num_experts * case.etp
+        sum_eps = torch.finfo(torch.promote_types(case.sum_dtype, dtype)).eps
+        bound = 1.01 / 2 * (4 * torch.finfo(dtype).eps + num_terms * sum_eps) * magnitude
         mismatches.append((name, difference(ours[name], total, bound)))
     where = f"rank {rank} of exchange {exchange_index}"
     return [f"{where}: {name}: {line}" for name, line in mismatches if line is not None]
 
 
-def rounding_bound(
-    dtype: torch.dtype, sum_dtype: torch.dtype, num_roundings: Any, num_terms: Any
-) -> Any:
-    """The most that rounding can do to a sum whose terms have absolute values of the sum 1.
-
-    Every partial sum is at most 1, and a rounding moves it by at most half an eps: so many to the
-    dtype of the rows, and one for each term in the dtype of the sum.
-    """
-    sum_eps = torch.finfo(torch.promote_types(sum_dtype, dtype)).eps
-    # 1%: errors on top of errors.
-    return 1.01 / 2 * (num_roundings * torch.finfo(dtype).eps + num_terms * sum_eps)
-
-
-def check_many(cases: list[Case]) -> list[tuple[int, str]]:
-    """`check` for many cases in one call: the position of each case that failed, and how."""
-    return each_checked(check, cases)
-
-
-def each_checked(check: Callable[[C], list[str]], cases: list[C]) -> list[tuple[int, str]]:
-    """What `check` finds: the position of each case that failed, and how.
+def check_many(
+    cases: list[Any], check: Callable[[Any], list[str]] = check
+) -> list[tuple[int, str]]:
+    """What `check` finds in many cases: the position of each that failed, and how.
 
     A failed comparison does not end the batch: it comes after all collectives of its case.
     """

@@ -48,7 +48,7 @@ class Case(exchanges.Case):
     chain: str = "alltoall_allgather"
     ranks_per_node: int | None = 2  # type: ignore[assignment]
     num_chunks: int | None = None  # type: ignore[assignment]
-    tokens: tuple[int, ...] = (24,)
+    tokens: Sequence[int] = (24,)
     hidden: int = 16
     width: int = 0
     params_dtype: str = ""
@@ -451,11 +451,6 @@ def check(case: Case) -> list[str]:
         first_use._passed.clear()
     with exchanges.uninitialised_memory_is_nan():
         return run_beside_stock(case)[0]
-
-
-def check_many(cases: list[Case]) -> list[tuple[int, str]]:
-    """`check` for many cases in one call, see `exchanges.check_many`."""
-    return exchanges.each_checked(check, cases)
 
 
 def idle_optimizer() -> torch.optim.Optimizer:

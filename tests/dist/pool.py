@@ -78,7 +78,11 @@ class Pool:
             self._process_ids.append(each.recv())
 
     def run(
-        self, function: Callable[..., T], *args: Any, limit_s: float = ANSWER_LIMIT_S
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        limit_s: float = ANSWER_LIMIT_S,
+        num_lost: int = 0,
     ) -> list[T]:
         """Run a function with `args` on every rank; what each rank returned, by rank.
 
@@ -86,26 +90,17 @@ class Pool:
             function: of a module that the ranks can import; they are sent its name.
             args: anything that can be pickled.
             limit_s: seconds in which each rank has to answer.
+            num_lost: the last ranks, which are lost in the function and return nothing.
 
         Raises:
-            PoolError: a rank raised, died, or did not answer in time.
+            PoolError: another rank raised, died, or did not answer in time.
         """
-        return list(self._run(function, args, limit_s, may_die=False).values())
-
-    def run_on_survivors(self, function: Callable[..., T], *args: Any) -> dict[int, T]:
-        """Like `run`, for a function in which ranks die: what the others returned, by rank."""
-        return self._run(function, args, ANSWER_LIMIT_S, may_die=True)
-
-    def _run(
-        self, function: Callable[..., T], args: tuple[Any, ...], limit_s: float, may_die: bool
-    ) -> dict[int, T]:
-        """What each rank returned, by rank; without those that died if they may."""
         message = pickle.dumps((function, args))
         for connection in self._connections:
             connection.send_bytes(message)
-        results: dict[int, T] = {}
+        results: list[T] = []
         failures: list[str] = []
-        for rank, connection in enumerate(self._connections):
+        for rank, connection in enumerate(self._connections[: self.world_size - num_lost]):
             # Once a rank has failed the others may wait for it in a collective.
             wait_s = 5.0 if failures else limit_s
             try:
@@ -115,11 +110,10 @@ class Pool:
                     continue
                 succeeded, value = connection.recv()
             except (EOFError, ConnectionError) as error:
-                if not may_die:
-                    failures.append(f"rank {rank}: died: {type(error).__name__}")
+                failures.append(f"rank {rank}: died: {type(error).__name__}")
                 continue
             if succeeded:
-                results[rank] = value
+                results.append(value)
             else:
                 failures.append(f"rank {rank}: {value}")
         if failures:

@@ -1,7 +1,7 @@
 """Faults on a rank of a pool: the check of a first use and the comparison with stock find them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -111,26 +111,22 @@ def rotate_peers(stage: str) -> AbstractContextManager[Any]:
     return mock.patch.object(operations, "start_all_to_all", rotated)
 
 
-@contextmanager
-def sum_backwards(stage: str) -> Iterator[None]:
+def sum_backwards(stage: str) -> AbstractContextManager[Any]:
     """Sums of one stage are made in descending order."""
-    original, table, stages = rows.sum_rows, operations.OPERATIONS, [""]
+    original, table = rows.sum_rows, operations.OPERATIONS
 
     def descending(terms: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        if stages[-1] != stage:
-            return original(terms, order, starts)
         return original(terms, order.flip(0), len(order) - starts.flip(0)).flip(0)
 
-    def noting_stage(run: Any) -> Callable[[Buffers, Operation], Any]:
-        def noted(buffers: Buffers, operation: Operation) -> Any:
-            stages.append(operation.stage)
-            return run(buffers, operation)
+    def changed(run: Any) -> Callable[[Buffers, Operation], Any]:
+        def with_stage(buffers: Buffers, operation: Operation) -> Any:
+            sums = descending if operation.stage == stage else original
+            with mock.patch.object(rows, "sum_rows", sums):
+                return run(buffers, operation)
 
-        return noted
+        return with_stage
 
-    changed = {kind: noting_stage(run) for kind, run in table.items()}
-    with mock.patch.dict(table, changed), mock.patch.object(rows, "sum_rows", descending):
-        yield
+    return mock.patch.dict(table, {kind: changed(run) for kind, run in table.items()})
 
 
 FAULTS: dict[str, Fault] = {

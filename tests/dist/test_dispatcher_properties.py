@@ -6,67 +6,32 @@ Then they are drawn together at random.
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from exchanges import DTYPES, ROUTINGS, SHAPES, cases_on
-from layers import Case, build_layer, check_many, error_of, forward_backward
+from layers import Case, build_layer, check, error_of, forward_backward
 from pool import Pools, on_ranks
 from test_exchange_properties import run_cases
 
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 
-DROP = {"moe_expert_capacity_factor": 1.0}
-PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-# (tp, ep, etp); stock never tests expert tensor parallelism of its own, as in the last two.
-LAYOUTS = [(1, 4, 1), (4, 1, 4), (2, 2, 2), (2, 4, 1), (1, 1, 4), (1, 2, 2)]
-IN_TWO = {"batch": 0, "tokens": (16,)}
-IN_THREE = {"batch": 4, "tokens": (16,)}
-FP64_ROWS = {"dtype": "float64", "params_dtype": "float32"}
-CALLS: dict[str, dict[str, Any]] = {
-    "flat": IN_TWO,
-    "sequences side by side": {"batch": 8, "tokens": (256,)},
-    "bf16": {**IN_TWO, "dtype": "bfloat16"},
-    "fp16 rows of an fp32 layer": {**IN_THREE, "dtype": "float16", "params_dtype": "float32"},
-    # Stock reduces over ETP in the dtype of the probabilities.
-    "fp64 rows, fp32 probabilities": {**IN_TWO, **FP64_ROWS},
-    "fp64 rows and probabilities": {**IN_TWO, **FP64_ROWS, "probs_dtype": "float64"},
-    "strided": {**IN_THREE, "strided": True},
-    "evaluation, then training": {**IN_THREE, "is_training": False, "num_steps": 2},
-    "recomputed": {**IN_THREE, "recompute": "reentrant"},
-    "recomputed without reentering": {**IN_TWO, "recompute": "not reentrant"},
-    "unchecked": {**IN_THREE, "checked": False},
-    "no tokens": {**IN_TWO, "tokens": (0,)},
-    "no sequences": {**IN_THREE, "tokens": (0,)},
-    "a latent width": {"hidden": 16, "width": 12},
-    "other tokens in every step": {"tokens": (24, 3, 0, 7, 0, 0, 0, 0, 100), "num_steps": 6},
-    "what a router has dropped": {**IN_TWO, "routing": "capacity", "config": DROP},
-    "padded to capacity": {**IN_TWO, "config": PAD},
-    # Each as it is, where no token has more than top-k, and where a framework has patched stock.
-    **{
-        f"{routing}, seed {seed}": {"routing": routing, "seed": seed}
-        for routing in ("capacity", "no_expert", "any_number", "every_expert", "mixed")
-        for seed in (0, 1)
-    },
-    # Dropped in its first micro-batch.
-    "one rank has no routed token": {"routing": "empty_rank", "config": DROP, "seed": 2},
-}
-ON_LAYOUTS: dict[str, Iterable[tuple[int, int, int]]] = {
-    **dict.fromkeys(
-        ("sequences side by side", "what a router has dropped", "padded to capacity"), LAYOUTS
-    ),
-    "fp64 rows, fp32 probabilities": [(1, 4, 1), (2, 4, 1)],
-}
+TABLES = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text())
+CALLS: dict[str, dict[str, Any]] = TABLES["calls"]
+DROPPED, PADDED = "what a router has dropped", "padded to capacity"
+DEFAULT_LAYOUTS = [(1, 4, 1), (2, 2, 2)]
 
 
 @pytest.mark.parametrize(
     ("layout", "call"),
-    [(layout, call) for call in CALLS for layout in ON_LAYOUTS.get(call, [(1, 4, 1), (2, 2, 2)])],
+    [(layout, call) for call in CALLS for layout in TABLES["layouts"].get(call, DEFAULT_LAYOUTS)],
     ids=str,
 )
 def test_a_call(pools: Pools, layout: tuple[int, int, int], call: str) -> None:
@@ -75,9 +40,9 @@ def test_a_call(pools: Pools, layout: tuple[int, int, int], call: str) -> None:
     fields = {"num_local_experts": 8 // ep, "num_chunks": 2, "tokens": (12,), **CALLS[call]}
     cases = cases_on([(ep, etp, 2)], Case, tp=tp, by_value=True, **fields)
     cases += [replace(case, pipelined=True) for case in cases if case.has_tokens]
-    if call == "padded to capacity":
+    if call == PADDED:
         cases = [case for case in cases if not case.has_tokens]
-    run_cases(pools[4], check_many, iter(cases))
+    run_cases(pools[4], check, iter(cases))
 
 
 # In the ordinary test run; `scripts/property_tests.py --against stock` runs more.
@@ -117,8 +82,8 @@ def draw_cases(world_size: int, seed: int) -> Iterator[Case]:
             changes |= {"chain": "auto", "num_local_experts": 2, "topk": 2, "num_chunks": None}
             changes |= {"options": {"tune_steps": draw.choice([0, 6])}, "num_steps": 8}
         changed = replace(case, **changes)
-        if changed.config == PAD and changed.has_tokens:
-            changed = replace(changed, config=DROP)
+        if changed.config == CALLS[PADDED]["config"] and changed.has_tokens:
+            changed = replace(changed, config=CALLS[DROPPED]["config"])
         if not changed.is_training:
             changed = replace(changed, recompute="")
         if changed.dtype == "float64":
@@ -129,17 +94,7 @@ def draw_cases(world_size: int, seed: int) -> Iterator[Case]:
 
 @pytest.mark.timeout(600)
 def test_every_dispatcher_gives_what_stock_gives(pools: Pools) -> None:
-    run_cases(pools[4], check_many, islice(draw_cases(4, seed=0), NUM_CASES))
-
-
-# What is changed of a whole layer.
-BATCHES: list[dict[str, Any]] = [
-    {},
-    {"tokens": (0, 24, 24, 24)},
-    {"routing": "expert0_empty"},
-    {"routing": "one_expert", "topk": 1},
-    {"tokens": (2,)},
-]
+    run_cases(pools[4], check, islice(draw_cases(4, seed=0), NUM_CASES))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +112,8 @@ def test_a_layer(pools: Pools, tp: int, shape: tuple[int, int, int]) -> None:
     cases = cases_on([shape], Case, tp=tp, checked=False)
     if tp == 2:
         cases += [replace(case, pipelined=True) for case in cases if case.has_tokens]
-    changed = []
-    for number, (case, num_local_experts, changes) in enumerate(product(cases, (1, 2, 3), BATCHES)):
+    changed, products = [], product(cases, (1, 2, 3), TABLES["batches"])
+    for number, (case, num_local_experts, changes) in enumerate(products):
         more = {
             "num_local_experts": num_local_experts,
             "topk": min(3, shape[0] * num_local_experts - 1) or 1,
@@ -167,7 +122,7 @@ def test_a_layer(pools: Pools, tp: int, shape: tuple[int, int, int]) -> None:
             "dtype": ("float32", "bfloat16")[number % 2],
         }
         changed.append(replace(case, **(more | changes)))
-    run_cases(pools[4], check_many, iter(changed))
+    run_cases(pools[4], check, iter(changed))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])

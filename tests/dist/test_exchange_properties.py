@@ -8,11 +8,10 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import cycle, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import layers
 import pytest
-from exchanges import DTYPES, ROUTINGS, SHAPES, Case, cases_on, check_many
+from exchanges import DTYPES, ROUTINGS, SHAPES, Case, cases_on, check, check_many
 from pool import Pool, Pools
 
 C = TypeVar("C")
@@ -43,48 +42,26 @@ def draw_cases(world_size: int, seed: int) -> Iterator[Case]:
         )
 
 
-def run_cases(
-    pool: Pool, check_many: Callable[[list[C]], list[tuple[int, str]]], cases: Iterator[C]
-) -> None:
+def run_cases(pool: Pool, check: Callable[[C], list[str]], cases: Iterator[C]) -> None:
     """Check cases, in batches, because a call costs more than a case.
 
     Raises:
         AssertionError: cases failed: their parameters, and what differed.
     """
     while batch := list(islice(cases, BATCH)):
-        found = {each for result in pool.run(check_many, batch) for each in result}
+        found = {each for result in pool.run(check_many, batch, check) for each in result}
         failures: dict[str, list[str]] = {}
         for position, line in sorted(found):
-            failures.setdefault(text_of(batch[position]), []).append(line)
+            # As scripts/property_tests.py takes it.
+            case = json.dumps(dataclasses.asdict(batch[position]))
+            failures.setdefault(case, []).append(line)
         assert not failures, "\n    ".join(
             line for case, lines in failures.items() for line in (f"\n{case}", *lines)
         )
-
-
-def text_of(case: Any) -> str:
-    """A case as scripts/property_tests.py takes it."""
-    return json.dumps(dataclasses.asdict(case))
-
-
-def case_from(kind: type[C], text: str) -> C:
-    """The case that `text_of` wrote."""
-    fields = json.loads(text)
-    return kind(**{**fields, "tokens": tuple(fields["tokens"])})
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", sorted(NUM_CASES))
 def test_every_chain_gives_what_the_reference_gives(pools: Pools, world_size: int) -> None:
     cases = islice(draw_cases(world_size, seed=0), NUM_CASES[world_size])
-    run_cases(pools[world_size], check_many, cases)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(chain="alltoall", tokens=(3, 0, 1, 7), routing="capacity", seed=5),
-        layers.Case(chain="auto", tokens=(3, 0, 1, 7), options={"tune_steps": 6}, batch=0),
-    ],
-)
-def test_a_case_survives_its_command_line(case: Case) -> None:
-    assert case_from(type(case), text_of(case)) == case
+    run_cases(pools[world_size], check, cases)

@@ -1,12 +1,14 @@
 """What runs is chosen once per step, by all ranks of an exchange alike; losses do not notice."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from cuda_graphs import replay_cuda_graph_attributes
 from iterations import Exchange, Model, Training
 from layers import (
@@ -21,7 +23,7 @@ from layers import (
     same_on_all_ranks,
 )
 from pool import on_ranks
-from test_auto import AUTO, PICKED, RECOMPUTE
+from test_auto import AUTO, PICKED
 
 from monta_megatron.planner.tuning import TIME_LAG
 
@@ -32,24 +34,10 @@ TUNED = AUTO.options | {"tune_steps": STEPS}
 CASE = replace(AUTO, tp=2, options=TUNED)
 # Two exchanges of two ranks, each rank a node.
 REPLICAS = replace(AUTO, ep=2, options=TUNED, ranks_per_node=1)
+LAYERS = yaml.safe_load(Path(__file__).with_name("tuned_layers.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"config": RECOMPUTE},
-        {"recompute": "reentrant"},
-        {"recompute": "not reentrant", "tokens": (8, 3, 16, 5)},
-        {"tokens": (40, 7, 0, 90, 2)},
-        # Tokens with fewer experts than top-k, some of whose forward passes wait for the counts.
-        {"routing": "capacity", "recompute": "not reentrant"},
-        {"routing": "empty_rank"},
-        {"routing": "no_expert"},
-        {"tokens": (0,)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", LAYERS, ids=str)
 @on_ranks(4)
 def test_a_layer_while_tuning_is_stocks(changes: dict[str, Any]) -> None:
     with printed() as said:

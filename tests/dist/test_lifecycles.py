@@ -30,7 +30,6 @@ from layers import (
     idle_optimizer,
     initialize,
     make_batch,
-    variable_of_rank,
 )
 from pool import Pool, on_ranks
 from reloadable import reloadable_groups
@@ -277,20 +276,3 @@ def test_a_process_begins_anew_after_an_abandoned_pass() -> None:
     # So long a rank waits for the one that has left.
     with contextlib.closing(Pool(2, group_limit_s=5.0)) as pool:
         assert pool.run(restarted, case, free_ports(1)[0]) == [DESTROYED] * 2
-
-
-@on_ranks(4)
-def test_ranks_that_were_moved_to_other_nodes() -> None:
-    case = replace(HIERARCHICAL, ranks_per_node=None)
-    stock = forward_backward(case, build_layer(case, "alltoall"))
-    for placement, nodes in (
-        ("aabb", (0, 0, 1, 1)),
-        ("aaaa", (0, 0, 0, 0)),
-        ("abcd", (0, 1, 2, 3)),
-        ("bbaa", (0, 0, 1, 1)),
-    ):
-        with variable_of_rank("MONTA_NODE", placement):
-            layer = build_layer(case)
-        result = forward_backward(case, layer)
-        assert_same_results(result, stock, case.exact_sums, placement)
-        assert layer.token_dispatcher.setup.layout.nodes == nodes

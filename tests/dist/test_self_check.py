@@ -4,6 +4,7 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,8 +12,9 @@ import layers
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from exchanges import cases_on, uninitialised_memory_is_nan
-from layers import Case, build_layer, forward_backward, same_on_all_ranks
+from layers import Case, build_layer, forward_backward, gathered, same_on_all_ranks
 from patches import in_interpreter
 from pool import on_ranks
 from self_checks import FAULTS
@@ -26,6 +28,7 @@ KIND = Case(hidden=24, by_value=True, is_training=False)
 CASE = replace(KIND, chain="hierarchical_alltoall", num_local_experts=4, topk=3, num_chunks=3)
 # EP, ETP, ranks per node: two nodes of two ranks, then four ranks in a node, a rail, an ETP group.
 LAYOUTS = [(4, 1, 2), (2, 2, 2), (4, 1, 4), (4, 1, 1), (1, 4, 4)]
+FOUND = yaml.safe_load(Path(__file__).with_name("faults_on_a_rank.yaml").read_text())
 
 
 def error_of(case: Case, fault: str = "", stage: str = "", fused: bool = False) -> str:
@@ -80,25 +83,11 @@ def test_sums_of_many_terms_pass(layout: tuple[int, int, int], topk: int) -> Non
     assert not errors_on(layout, topk=topk, dtype="bfloat16", num_local_experts=64)
 
 
-@pytest.mark.parametrize(
-    ("fault", "where"),
-    [
-        ("experts swapped", "dispatch: "),
-        ("peers rotated", "dispatch: "),
-        ("row written twice", "dispatch: "),
-        ("neighbour's probability", "dispatch of probabilities: "),
-        ("chunk of combine backward missing", "combine backward: 0 at "),
-        ("chunk of dispatch backward missing", "dispatch backward: 0 at "),
-        (
-            "probabilities of dispatch backward missing",
-            "dispatch backward of probabilities: 0 at ",
-        ),
-    ],
-)
+@pytest.mark.parametrize("fault", FOUND["named"])
 @pytest.mark.parametrize("chain", ["hierarchical_alltoall", "alltoall_allgather"])
 @on_ranks(4)
-def test_a_fault_is_named_on_every_rank(chain: str, fault: str, where: str) -> None:
-    error = error_of(replace(CASE, chain=chain), fault)
+def test_a_fault_is_named_on_every_rank(chain: str, fault: str) -> None:
+    error, (where, _) = error_of(replace(CASE, chain=chain), fault), FOUND["named"][fault]
     pattern = (
         rf"moe_monta_check: {chain} in 3 chunks: wrong on rank [0-3, ]+ of 0, 1, 2, 3; on rank \d: "
         rf"{where}.*, must be \S+ \(token \d+ of rank \d, experts .*\); [0-9,]+ of [0-9,]+ values "
@@ -107,25 +96,18 @@ def test_a_fault_is_named_on_every_rank(chain: str, fault: str, where: str) -> N
     assert re.fullmatch(pattern, error), error
 
 
-@pytest.mark.parametrize(
-    ("chain", "etp", "ranks_per_node", "stage"),
-    [
-        ("allgather", 1, 2, "copy per expert"),
-        ("allgather", 1, 2, "sum of allgather"),
-        ("allgather", 4, 4, "sum of allgather"),
-        ("alltoall", 4, 4, "sum of allgather"),
-        ("alltoall_allgather", 4, 4, "sum of allgather"),
-        ("alltoall_dedup", 1, 4, "copy per expert"),
-        ("alltoall_dedup", 1, 4, "copy per rank"),
-        ("hierarchical_allgather", 1, 2, "copy per expert"),
-        ("hierarchical_allgather", 1, 4, "sum of allgather in node"),
-        ("hierarchical_allgather", 1, 1, "copy per node"),
-        ("hierarchical_allgather", 4, 4, "sum of allgather in node"),
-        ("hierarchical_alltoall", 1, 2, "copy per expert"),
-        ("hierarchical_alltoall", 1, 4, "copy per rank"),
-        ("hierarchical_alltoall", 1, 1, "copy per node"),
-    ],
-)
+@pytest.mark.parametrize("fault", FOUND["named"])
+@on_ranks(4)
+def test_the_comparison_with_stock_finds_it_too(fault: str) -> None:
+    """On the ranks whose tokens it meets."""
+    case = Case(tp=2, ep=2, etp=2, num_chunks=4, checked=False)
+    with FAULTS[fault](""):
+        found = "\n".join(map("\n".join, gathered(layers.check(case))))
+    name = FOUND["named"][fault][1]
+    assert re.search(name + r": \d+ of \d+ values differ .* first at \[\d+", found), found
+
+
+@pytest.mark.parametrize(("chain", "etp", "ranks_per_node", "stage"), FOUND["sums"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @on_ranks(4)
 def test_a_sum_in_another_order_is_a_fault(

@@ -53,46 +53,25 @@ CASE = CASES[0]
 CHUNKS = [1, 3]
 
 
-def name_of(case: Case) -> str:
-    return f"{case.chain}, experts in the pipeline" if case.pipelined else case.chain
-
-
 # On the oldest Megatron-Core two chains are enough.
 PARAMETERS = [
-    pytest.param(case, id=name_of(case), marks=[pytest.mark.old_end] * is_old)
+    pytest.param(
+        case, id=case.chain + ", pipelined" * case.pipelined, marks=[pytest.mark.old_end] * is_old
+    )
     for case in [*CASES, *SPLIT_CASES]
     for is_old in [case in (CASE, SPLIT_CASES[-1])]
 ]
 of_every_chain = pytest.mark.parametrize("case", PARAMETERS[: len(CASES)])
 with_experts_too = pytest.mark.parametrize("case", PARAMETERS)
 
-# What is changed of a case.
-SHARED = {"moe_shared_expert_intermediate_size": 16}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "shared experts": {"config": SHARED},
-    "shared experts overlap": {"config": {**SHARED, "moe_shared_expert_overlap": True}},
-    "capacity": {"routing": "router", "config": {"moe_expert_capacity_factor": 0.75}},
-    "probabilities on the input": {"topk": 1, "config": {"moe_apply_probs_on_input": True}},
-    "selective recompute": {
-        "config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    },
-    **{
-        f"probabilities of {router_dtype}, rows of {dtype}": {
-            "routing": "router",
-            "dtype": dtype,
-            "config": {"moe_router_dtype": router_dtype},
-        }
-        for router_dtype in (None, "fp64")
-        for dtype in ("float32", "bfloat16")
-    },
-}
+SETTINGS = yaml.safe_load(Path(__file__).with_name("layer_settings.yaml").read_text())
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", SETTINGS["layers"])
 @with_experts_too
 @on_ranks(4)
 def test_a_layer(case: Case, setting: str) -> None:
-    compare(replace(case, **SETTINGS[setting]), CHUNKS)
+    compare(replace(case, **SETTINGS["layers"][setting]), CHUNKS)
 
 
 @pytest.mark.parametrize("factor", [0.75, 2.0])
@@ -186,19 +165,11 @@ def test_batch_invariant_sums(case: Case) -> None:
         assert_same_results(ours, stock, case.exact_sums, dtype)
 
 
-# The second has tokens with fewer experts than top-k; the third attributes of the shared experts.
-CAPTURED: tuple[dict[str, Any], ...] = (
-    {},
-    {"routing": "capacity"},
-    {"config": SETTINGS["shared experts overlap"]["config"] | {"moe_shared_expert_gate": True}},
-)
-
-
 @pytest.mark.parametrize("num_chunks", CHUNKS)
 @with_experts_too
 @on_ranks(4)
 def test_cuda_graph_attributes_replay(case: Case, num_chunks: int) -> None:
-    for changes in CAPTURED:
+    for changes in SETTINGS["captured"]:
         replay_cuda_graph_attributes(replace(case, **changes, num_chunks=num_chunks))
 
 

@@ -4,7 +4,6 @@ import gc
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 from layers import (
     Case,
@@ -86,6 +85,7 @@ RACK = replace(CLUSTER, ranks_per_host=1)
         (CLUSTER, "abcd", "NCCL_HOSTID", None, (0, 1, 2, 3)),
         (CLUSTER, "aaaa", "NCCL_HOSTID", None, (0, 0, 0, 0)),
         (CLUSTER, "abab", "NCCL_HOSTID", None, (0, 1, 0, 1)),
+        (CLUSTER, "bbaa", "NCCL_HOSTID", None, (0, 0, 1, 1)),
         # Names given by the user come before the file, but not before the option.
         (CLUSTER, "abbb", "MONTA_NODE", None, (0, 1, 1, 1)),
         (CLUSTER, "abbb", "MONTA_NODE", 2, (0, 0, 1, 1)),
@@ -145,25 +145,3 @@ def test_megatron_changes_the_time_limit_of_our_groups_too() -> None:
     # Twice would do no harm, but would grow with the layers.
     once = [name for name, group in groups.items() if changed.count(group.process_group) == 1]
     assert once == ["node", "rail"]
-
-
-@pytest.mark.old_end
-@on_ranks(4)
-def test_a_group_made_by_its_members_alone_disturbs_no_other() -> None:
-    """As where a pipeline stage has no MoE layers: the next group of all ranks still meets.
-
-    Ranks 2 and 3 make one more group than ranks 0 and 1, so that they have counted otherwise.
-    """
-    from monta_megatron.exchange.collectives import new_local_group
-
-    rank = dist.get_rank()
-    pair = [0, 1] if rank < 2 else [2, 3]
-    if rank >= 2:
-        new_local_group(pair, "more")
-    for group, members in (
-        (new_local_group(pair, "pair"), pair),
-        (dist.new_group(range(4)), range(4)),
-    ):
-        total = torch.tensor([rank])
-        dist.all_reduce(total, group=group)
-        assert total.item() == sum(members)
