@@ -1,67 +1,19 @@
-"""Comparison with stock on integers, without a launch."""
+"""The integers on which `monta bench` compares all results with stock's, without a launch."""
 
-import math
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
 from test_bench_numbers import BASE, SPLIT
 
-from monta_megatron.core import Choice
 from monta_megatron.tools.bench import measure
-from monta_megatron.tools.bench.candidates import BenchCandidate, make_batch
+from monta_megatron.tools.bench.candidates import make_batch
 from monta_megatron.tools.bench.settings import parse_settings
-
-CPU = torch.device("cpu")
-NAMES = ("rows at the experts", "outputs")
-
-
-@pytest.mark.parametrize(
-    ("requested", "factors", "differing"),
-    [
-        ("alltoall_dedup", (1.0, 1.0), ()),
-        ("alltoall_dedup", (2.0, 2.0), NAMES),
-        ("alltoall_dedup", (math.nan, math.nan), NAMES),
-        # Stock's allgather may have other rows at the experts.
-        ("allgather", (2.0, 1.0), ()),
-    ],
-)
-def test_every_difference_is_a_line_with_its_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-    requested: str,
-    factors: tuple[float, float],
-    differing: tuple[str, ...],
-) -> None:
-    """A candidate has results of stock's, each times a factor."""
-
-    def run(candidate: BenchCandidate, experts: Any) -> dict[str, torch.Tensor]:
-        rows, outputs = (1.0, 1.0) if candidate.choice == candidates[0].choice else factors
-        return dict(zip(NAMES, (torch.ones(2, 4) * rows, batch.hidden * outputs), strict=True))
-
-    monkeypatch.setattr(measure, "run_candidate", run)
-    # Rank 1 sees no difference.
-    monkeypatch.setattr(measure, "gather_objects", lambda lines: [lines, [], lines])
-    batch = make_batch(parse_settings(BASE, 4), 0, CPU)
-    candidates = [
-        BenchCandidate(
-            kind="megatron" if name in ("alltoall", "allgather") else "monta",
-            requested=Choice(chain=name, num_chunks=4),
-            dispatcher=None,
-            batch=batch,
-        )
-        for name in ("alltoall", requested)
-    ]
-    assert measure.differences_from_stock(candidates, SPLIT) == [
-        f"monta {requested} in 4 chunks: {name} differ from stock's (rank 0, 2)"
-        for name in differing
-    ]
 
 
 def test_sums_of_the_check_are_exact_in_bf16() -> None:
     """Top-16, in 8 parts each: partial sums stay below 256, where bf16 has every integer."""
     flags = {**BASE, "experts": "64", "top_k": "16", "tokens": "64"}
-    batch = measure.as_integers(make_batch(parse_settings(flags, 4), 0, CPU))
+    batch = measure.as_integers(make_batch(parse_settings(flags, 4), 0, torch.device("cpu")))
     assert set(batch.hidden.unique().tolist()) == {-1, 0, 1}
     assert set(batch.probs.unique().tolist()) == {0, 1, 2}
     assert torch.equal(batch.probs > 0, batch.routing_map)

@@ -3,16 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
 import golden
-import pytest
-from commands import Monta
 from interrupts import marked, started, wait_for
+from run_python import run_python
 
 from monta_megatron.calibration.command import Calibration
 from monta_megatron.common import strict_yaml
@@ -21,7 +18,6 @@ from monta_megatron.planner.curves import Curve
 
 # Seconds; a launch takes 20 where nothing else runs.
 LIMIT_S = 240
-ENVIRON = {**os.environ, "MONTA_CPU_RANKS": "1", "OMP_NUM_THREADS": "1"}
 MEMORY_ROWS = {"copy memory 1", "sum memory 1"}
 LINK_ROWS = {
     *("alltoall network 2", "alltoall network 4", "allgather network 4"),
@@ -30,10 +26,9 @@ LINK_ROWS = {
 
 
 def command_of(out: Path, budget_s: float) -> list[str]:
-    """4 ranks that stand for 2 nodes."""
+    """Arguments of Python: 4 ranks that stand for 2 nodes."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", "4"),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
         *("-m", "monta_megatron", "calibrate", "--ranks-per-node", "2", "--nics-per-node", "1"),
         *("--budget-seconds", str(budget_s), "--out", str(out), "--json"),
     ]
@@ -42,9 +37,7 @@ def command_of(out: Path, budget_s: float) -> list[str]:
 def test_a_calibration_writes_the_file_that_a_plan_reads(tmp_path: Path) -> None:
     """In less time than it takes to import torch: the fewest sizes, each once."""
     out = tmp_path / "cluster.yaml"
-    done = subprocess.run(
-        command_of(out, 1), env=ENVIRON, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = run_python(*command_of(out, 1), limit_s=LIMIT_S, MONTA_CPU_RANKS="1")
     assert done.returncode == 0, done.stderr
     cluster, document = load_cluster(out), json.loads(done.stdout)
     assert document["cluster"] == strict_yaml.plain(cluster)
@@ -64,7 +57,7 @@ def test_a_calibration_writes_the_file_that_a_plan_reads(tmp_path: Path) -> None
 def test_a_rank_that_dies_ends_all_and_leaves_no_file(tmp_path: Path) -> None:
     stderr = tmp_path / "stderr"
     words = command_of(tmp_path / "cluster.yaml", 1000)
-    with started(words[1:], tmp_path, MONTA_CPU_RANKS="1") as (process, mark):
+    with started(words, tmp_path, MONTA_CPU_RANKS="1") as (process, mark):
         wait_for(process, lambda: "more runs" in stderr.read_text(), stderr)
         os.kill(min(marked(mark, RANK="3")), signal.SIGKILL)
         assert process.wait(timeout=LIMIT_S) != 0
@@ -84,13 +77,3 @@ def test_sizes_and_rates_are_those_of_nccl_tests() -> None:
     cluster = replace(cluster, curves=curves, contention=contention)
     report = Calibration(cluster=cluster, runs=5, ctas={"8 ranks, network": "default to 16"})
     golden.check(Path(__file__).with_name("calibration.txt"), f"{report.text()}\n")
-
-
-def test_outside_of_a_launch_it_says_how_to_start_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, monta: Monta
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
-    line = monta.refusal("calibrate", "--out", "c.yaml")
-    assert "-m monta_megatron calibrate --out FILE" in line
-    assert list(tmp_path.iterdir()) == []

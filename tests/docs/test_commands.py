@@ -1,4 +1,4 @@
-"""Every command that README and docs show runs here, or stands in `KNOWN` with who runs it.
+"""Every command that README and docs show runs here, or known_commands.yaml says who runs it.
 
 The commands of a page run in order in one folder that looks like the repository, each once for
 all pages, and print what the page shows and quotes. `NOT_PRINTED` has blocks that none prints.
@@ -9,8 +9,10 @@ import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from command_lines import check_arguments
 from pages import PAGES, REPOSITORY, Shown, anchors, commands, links, name_of, paths, shown
 from published_configs import CONFIGS
@@ -32,44 +34,9 @@ NOT_PRINTED = (
     " node 0, rank 0",
 )
 
-EMULATE = r"monta emulate --nodes \d+ .* -- (monta|-m monta_megatron)"
+BESIDE = Path(__file__).parent
 # Pattern of the whole command -> whether it runs here, the test that runs it, or why none does.
-KNOWN: dict[str, bool | str] = {
-    r"monta plan --log .*": "tests/unit/planner/test_training_log.py",
-    r"monta (doctor|plan .*)": True,
-    r"python scripts/(launch_budget\.py --ep .*|claims\.py \w+)": True,
-    r"monta timeline trace\.json": "tests/timeline/test_timeline.py",
-    r"monta place --(trace trace|apply \w+) .*": "tests/unit/place/test_place_command.py",
-    r"monta launch .* --dry-run": "tests/launch/test_run_configs.py",
-    r"monta launch configs/runs/quickstart\.yaml": "tests/launch/test_start.py",
-    r"monta compare (configs/runs/quickstart|run)\.yaml.*": "tests/launch/test_compare.py",
-    rf"{EMULATE} calibrate .*": "tests/calibration/test_calibrate_command.py",
-    rf"{EMULATE} bench .*": "tests/benchmark/test_bench_command.py",
-    r"monta emulate .* -- benchmarks/ablation\.py .*": "tests/benchmark/test_ablation.py",
-    r"(monta emulate .* -- |python )benchmarks/sweep\.py .*": "tests/benchmark/test_sweep.py",
-    r"(job=\$\()?sbatch .*": "tests/slurm/test_slurm.py",
-    r"scripts/quickstart\.sh": "tests/megatron/test_quickstart.py",
-    r"scripts/gpu_check\.sh": "tests/unit/test_gpu_check.py",
-    r"python3 -m venv \.venv-plan && .*|pip install --no-deps \. numpy pyyaml": (
-        "tests/unit/test_distribution.py"
-    ),
-    r"scripts/megatron_suite\.py --checkout .*": "tests/dist/test_megatron_suite.py",
-    r"scripts/property_tests\.py .*": "tests/dist/test_dispatcher_properties.py",
-    r"(nsys profile .* )?torchrun \.\.\. pretrain_gpt\.py \.\.\. --profile .*": (
-        "needs GPUs; tests/unit/test_stream_safety.py shows the ranges"
-    ),
-    r"torchrun \.\.\. pretrain_gpt\.py .*": "tests/megatron/test_pretrain_gpt.py",
-    r"torchrun --nnodes 2 .*": "needs two machines",
-    r"monta launch .* (--start sbatch|--data-path) .*": "needs nodes with GPUs",
-    r"scripts/quickstart\.sh --pairs \d+": "a measurement of minutes, on a quiet machine",
-    r"\.venv/bin/python scripts/quickstart/experts_pipelined\.py .*": "a measurement of minutes",
-    r"(RATES=\S.* )?scripts/benchmark_sweep\.sh .*": "a measurement of hours",
-    r"bash src/monta_megatron/tools/launch/start\.sh .*": "tests/slurm/test_on_slurm.py",
-    r"(docker|apptainer) build .*|(docker run|apptainer exec) .* monta doctor": "needs containers",
-    r"MONTA_PROJECT_URL=\S+ python -m build": "only a release has a URL",
-    r"pip install .*|source \.venv/bin/activate|pre-commit install": "the tests run in it",
-    r"(\w+=\S+ )*scripts/test\.sh.*|\.ci/run": "it runs this test",
-}
+KNOWN: dict[str, bool | str] = yaml.safe_load((BESIDE / "known_commands.yaml").read_text())
 
 
 def known(command: str) -> str | None:
@@ -84,7 +51,7 @@ ALL = [(page, command) for page in PAGES for command in commands(page)]
 def test_every_command_is_known(page: Path) -> None:
     for command in commands(page):
         pattern = known(command)
-        assert pattern is not None, f"{command}: say in KNOWN how it is run"
+        assert pattern is not None, f"{command}: say in known_commands.yaml how it is run"
         how = KNOWN[pattern]
         assert how is True or not str(how).startswith("tests/") or (REPOSITORY / str(how)).is_file()
         script = re.match(r"(?:\w+=\S+ )*((?:scripts|\.ci)/\S+)", command)
@@ -157,27 +124,13 @@ def _run(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return result.stdout
 
 
-PRINTED = """\
-choice    alltoall_dedup in 2 chunks: 2,080 (1,731 to 3,493) us, dispatch +
-          combine, forward + backward
-benefit   1.27x stock alltoall: saves 2.08 ms
-"""
+SHOWN = yaml.safe_load((BESIDE / "shown.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("text", "quotes", "missing"),
-    [
-        ("benefit   1.27x stock alltoall: saves 2.08 ms\n...\n", False, []),
-        ("benefit   1.28x stock\n", False, ["benefit   1.28x stock\n"]),
-        (" in 2 chunks 1.27x as fast as H100s, 2,080 us.", True, []),
-        (" is 1.28x as fast, in 2,080 us.", True, ["1.28"]),
-        ("`2,080 (1,730 to 3,493) us`, `alltoall`", True, ["2,080 (1,730 to 3,493) us"]),
-        ("\n| chunks | us |\n|---|---|\n| 2 | 2,080 |", True, []),
-        ("\n| 2,080 | 2 |", True, ["| 2,080 | 2 |"]),
-    ],
-)
-def test_missing_output_is_found(text: str, quotes: bool, missing: list[str]) -> None:
-    assert Shown(command="", text=text, quotes=quotes).missing(PRINTED) == missing
+@pytest.mark.parametrize("case", SHOWN["cases"])
+def test_missing_output_is_found(case: dict[str, Any]) -> None:
+    part = Shown(command="", text=case["text"], quotes=case["quotes"])
+    assert part.missing(SHOWN["printed"]) == case["missing"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import Monta, needs_training
+from commands import needs_training
 from run_files import TWO_RANKS, edited
 from run_python import run_python
 
@@ -37,11 +37,3 @@ def test_both_dispatchers_and_their_run_directories(tmp_path: Path) -> None:
         assert "--train-iters 10\n" in script and "--exit-interval 3\n" in script
         assert "--save " not in script and not (directory / name / "checkpoints").exists()
     assert " ms, loss 5." in result.stderr
-
-
-def test_what_megatron_refuses_starts_nothing(
-    tmp_path: Path, monta: Monta, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    line = monta.refusal("compare", edited(tmp_path, *TWO_RANKS), "--", "--no-such-argument", "1")
-    assert "no-such-argument" in line and not (tmp_path / "runs").exists()

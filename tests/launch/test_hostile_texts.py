@@ -11,26 +11,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import prepare
 from monta_megatron.tools.launch.start import run_script
 
-TOUCH = "touch injected"
-HOSTILE = {
-    "both quotes": f"'\"; {TOUCH}; \"'",
-    "command": f"$({TOUCH})",
-    "backticks": f"`{TOUCH}`",
-    "variable": "$HOME",
-    "semicolon": f"; {TOUCH}",
-    "redirection": "> injected",
-    "comment": f"# {TOUCH}",
-    "backslash": f"a\\'; {TOUCH}; \\",
-    "dash": "-c",
-    "star": "*",
-    "spaces": " a  b ",
-    "empty": "",
-}
+HOSTILE = yaml.safe_load(Path(__file__).with_name("hostile.yaml").read_text())
 
 STAND_IN = """#!/bin/sh
 # In the place of Python: notes two variables and its arguments, and starts nothing.

@@ -57,6 +57,8 @@ def test_what_megatron_refuses_starts_nothing_unless_forced(
     status, script, said = monta("launch", QUICKSTART, "--dry-run", "--force", *short)
     assert status == 0 and "--max-position-embeddings 64" in script
     assert "note: Megatron refuses this" in said
+    line = monta.refusal("compare", QUICKSTART, "--", "--no-such-argument", "1")
+    assert "no-such-argument" in line
     assert list(tmp_path.iterdir()) == []
 
 

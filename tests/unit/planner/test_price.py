@@ -61,17 +61,6 @@ def test_the_host_is_ahead_by_what_the_device_has_left_to_do() -> None:
     assert found.total_us == pytest.approx(4 * (100 + 1000), abs=10)
 
 
-@pytest.mark.parametrize("chain", CHAINS)
-def test_a_price_lies_between_an_instant_host_and_one_after_the_other(chain: str) -> None:
-    num_chunks = 1 if CHAINS[chain].serial else 4
-    found, instant = (
-        price(shape_of(16), cluster, CHAINS[chain], num_chunks)
-        for cluster in (H100, replace(H100, host=INSTANT))
-    )
-    assert instant.total_us <= found.total_us <= sum(work.alone_us for work in found.works)
-    assert found.busiest()[1] <= found.total_us * (1 + 1e-9)
-
-
 def test_the_host_s_time_for_stages_counts_and_peers() -> None:
     """20 us for a collective and 1.5 for each peer, 2 for a stage's chunk, twice as fast."""
     host = replace(

@@ -51,9 +51,7 @@ def test_a_price_has_the_range_of_the_published_rates() -> None:
 
 
 def test_presets_are_short_and_written_as_they_are_read() -> None:
-    paths = sorted((CONFIGS / "clusters").glob("*.yaml"))
-    lines = [len(path.read_text().splitlines()) for path in paths]
-    assert max(lines) <= 40 and sum(lines) <= 640
-    for path in paths:
+    for path in sorted((CONFIGS / "clusters").glob("*.yaml")):
+        assert len(path.read_text().splitlines()) <= 40
         text = dump_cluster(load_cluster(path))
         assert strict_yaml.build(Cluster, yaml.safe_load(text), "x") == load_cluster(path)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from clusters import by_hand
 from commands import Monta
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -43,23 +44,7 @@ def test_the_plan_of_a_log_is_that_of_its_model(tmp_path: Path, monta: Monta, ra
         assert of_log[name] == pytest.approx(us * 48 * 16 / 1e3 / 9000)
 
 
-def test_nodes_are_those_of_the_run(tmp_path: Path, monta: Monta) -> None:
-    """4 ranks share a node link: 16 ranks are 4 nodes."""
-    path = write(tmp_path, training_log({**ON_16, "moe_monta_ranks_per_node": 4}, 9000.0))
-    planned = monta.document("plan", "--log", str(path), *CLUSTER)
-    assert planned["shape"]["layout"]["nodes"] == [rank // 4 for rank in range(16)]
-
-
-LABELS = {
-    "srun": "12: {}",
-    "torchrun": "[default0]:{}",
-    "mpirun": "[1,0]<stdout>:{}",
-    "kubernetes": "2026-01-01T10:00:00.123456789Z stdout F {}",
-    "ray": "\x1b[36m(MegatronActor pid=12, ip=10.0.0.1)\x1b[0m {} [repeated 3x across cluster]",
-    "clock": "2026-01-01 10:00:00,123 [rank0] {}",
-    "colours": "\x1b[32m{}\x1b[0m",
-    "windows": "{}\r",
-}
+LABELS = by_hand("labels")
 
 
 @pytest.mark.parametrize("label", LABELS.values(), ids=LABELS)
@@ -113,14 +98,6 @@ def test_restarts_and_cut_lines(tmp_path: Path) -> None:
     log = read(tmp_path, *first, *second, second[-1][:60])
     assert log.times_ms == dict.fromkeys(range(5, 11), 7.0)
     assert log.arguments["micro-batch-size"] == "2"
-
-
-@pytest.mark.parametrize("content", [b"\x1f\x8b\x08\x00rest", b'{"log":"iteration 1/ 2 |"}\n', b""])
-def test_no_log_is_one_line(tmp_path: Path, monta: Monta, content: bytes) -> None:
-    path = tmp_path / "train.log"
-    path.write_bytes(content)
-    error = monta.refusal("plan", "--log", path, *CLUSTER)
-    assert error.startswith(f"monta plan: {path}: holds no `iteration N/ M | ... elapsed")
 
 
 # A line, and what stands in place of some of its characters.
