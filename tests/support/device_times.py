@@ -7,8 +7,8 @@ few rows: latencies.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, TypeAlias
 from unittest import mock
@@ -44,7 +44,7 @@ def pass_times(
         for fused, kernels in ((False, "PyTorch"), (True, "Triton")):
             replay = Delivers(case, recorded, device, fused=fused)
             times: dict[str, list[Times]] = defaultdict(list)
-            with _timed(times, device):
+            with mock.patch.object(executor, "run", partial(_timed, executor.run, times)):
                 for _ in range(WARM_UP + repeats):
                     replay.run()
             for name, each in times.items():
@@ -54,22 +54,17 @@ def pass_times(
     return medians
 
 
-@contextmanager
-def _timed(times: dict[str, list[Times]], device: torch.device) -> Iterator[None]:
-    """Context in which the host and device times of each pass are noted."""
-    run = executor.run
-
-    def timed(exchange: Any, pass_: Any, columns: Any) -> Any:
-        torch.cuda.synchronize(device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        before = time.perf_counter()
-        result = run(exchange, pass_, columns)
-        host_us = (time.perf_counter() - before) * 1e6
-        end.record()
-        torch.cuda.synchronize(device)
-        times[pass_.name].append((host_us, begin.elapsed_time(end) * 1e3))
-        return result
-
-    with mock.patch.object(executor, "run", timed):
-        yield
+def _timed(
+    run: Callable[..., Any], times: dict[str, list[Times]], exchange: Any, pass_: Any, columns: Any
+) -> Any:
+    """`executor.run`, whose times on the host and the device are noted."""
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    before = time.perf_counter()
+    result = run(exchange, pass_, columns)
+    host_us = (time.perf_counter() - before) * 1e6
+    end.record()
+    torch.cuda.synchronize()
+    times[pass_.name].append((host_us, begin.elapsed_time(end) * 1e3))
+    return result

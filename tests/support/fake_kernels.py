@@ -33,14 +33,13 @@ def recorded_launches(
     def launch(self: Any, num_rows: int, *args: Any) -> None:
         if num_rows == 0:
             return
-        stored, tensors = _stored(self.kernel), {}
-        for name, value in zip(_parameters(self.kernel), (*args, *self.shared), strict=True):
-            if isinstance(value, torch.Tensor):
-                tensors[name] = value
+        stored = _stored(self.kernel)
+        given = zip(self.kernel.arg_names, (*args, *self.shared), strict=True)
+        tensors = [(name, value) for name, value in given if isinstance(value, torch.Tensor)]
         launched(
             f"triton {self.kernel.fn.__name__}",
-            [tensor for name, tensor in tensors.items() if name not in stored],
-            [tensor for name, tensor in tensors.items() if name in stored],
+            [tensor for name, tensor in tensors if name not in stored],
+            [tensor for name, tensor in tensors if name in stored],
         )
         if run is not None:
             with run():
@@ -48,11 +47,6 @@ def recorded_launches(
 
     with mock.patch.object(Launch, "__call__", launch):
         yield
-
-
-@cache
-def _parameters(function: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(function.fn).parameters)
 
 
 @cache
@@ -69,7 +63,7 @@ def _stored(function: Any) -> frozenset[str]:
         while isinstance(pointer, ast.BinOp):
             pointer = pointer.left
         assert isinstance(pointer, ast.Name)
-        is_parameter = pointer.id in _parameters(function)
+        is_parameter = pointer.id in function.arg_names
         return pointer.id if is_parameter else root(assigned[pointer.id])
 
     stored = set()

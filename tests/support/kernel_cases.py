@@ -147,15 +147,6 @@ def _check_duplicate(
         target[index] = column[copies.row, copies.place] if one_each else column[copies.row]
     duplicate(before, copies, into, index if case.in_place else None)
     _same_columns(f"duplicate, per expert {per_expert}", into, expected)
-    if num_rows and not per_expert:
-        # Rows of bytes, such as whole messages.
-        message = torch.randint(
-            256, (num_rows, case.hidden_size // 16 * 16 + 16), dtype=torch.uint8
-        )
-        row = torch.randint(num_rows, (case.num_rows,))
-        back = Columns(torch.empty_like(message[row]))
-        duplicate(Columns(message), copies._replace(row=row), back)
-        assert torch.equal(back.rows, message[row]), "duplicate, whole messages"
 
 
 def _check_reduce(case: Case, copies: Copies, width: int) -> None:
