@@ -112,8 +112,12 @@ class Execution:
         """Issue the remaining operations, join the streams, and return the output as `run` does."""
         self.go_on()
         program = self.bound.program
-        for number in program.waits_at_end:
-            self._wait(number)
+        try:
+            for number in program.waits_at_end:
+                self._wait(number)
+        except BaseException:
+            self._streams.abandon(self.works)
+            raise
         self._streams.join()
         if self._abandoned is not None:
             self._abandoned.detach()

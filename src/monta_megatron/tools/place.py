@@ -24,7 +24,12 @@ import numpy as np
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.text import Progress, table
 from monta_megatron.planner.cluster_file import load_cluster
-from monta_megatron.planner.layout import ParallelLayout, exchange_of, uniform_routing
+from monta_megatron.planner.layout import (
+    ParallelLayout,
+    exchange_of,
+    stages_of,
+    uniform_routing,
+)
 from monta_megatron.planner.model import Model, load_model
 from monta_megatron.tools.placement import (
     RoutingMap,
@@ -201,13 +206,14 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
         )
 
     # Step 2: tokens of each layer, from all ranks of its stage.
-    num_ranks, layers_of_stage = max(paths) + 1, model.num_layers // pp
+    num_ranks, stages = max(paths) + 1, stages_of(model, pp)
     least_tokens = math.ceil(LEAST_CHOICES * model.num_experts / model.moe_router_topk)
     tokens_of_file = math.ceil(max(MOST_TOKENS, least_tokens) * pp / num_ranks)
     rows: dict[int, list[RoutingMap]] = defaultdict(list)
     for rank, path in sorted(paths.items()):
-        first = rank * pp // num_ranks * layers_of_stage
-        expected = [n for n in range(layers_of_stage) if model.moe_layers[first + n]]
+        stage = stages[rank * pp // num_ranks]
+        first = stage.start
+        expected = [n for n, has_experts in enumerate(model.moe_layers[stage]) if has_experts]
         by_layer = _read_file(path, model, tokens_of_file)
         if sorted(by_layer) != expected:
             raise ValueError(
