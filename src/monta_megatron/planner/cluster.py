@@ -200,7 +200,7 @@ class Cluster:
 
     @property
     def as_stock(self) -> "Cluster":
-        """The cluster on whose hosts stock's dispatcher runs, not ours."""
+        """The same cluster with the host costs of stock's dispatcher."""
         return replace(self, host=replace(self.host, counts_us=self.host.stock_counts_us))
 
     @property
