@@ -58,7 +58,7 @@ def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:
 
     Args:
         samples: of each task.
-        policy: of the ranks; that of CPU ranks has the time of copies in their curves.
+        policy: how the ranks run an exchange; on CPU ranks the curves hold the time of copies.
         source: of the samples.
     """
     # A copy is an allocation and a launch; a collective allocates what it receives.

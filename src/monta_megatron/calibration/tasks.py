@@ -98,15 +98,13 @@ class Passes(NamedTuple):
 
     def operations(self, policy: Policy) -> tuple[int, float]:
         """How many operations all passes have, and how many the host enqueues for them."""
-        number, num_enqueued, bound = 0, 0.0, self.bind()
-        row = RowFormat(hidden_size=1, value_bytes=4, prob_bytes=4, sum_bytes=4)
-        for pass_ in FORWARD_BACKWARD:
-            for operation in lower(bound, pass_, row, 1, policy).program.operations:
-                number += 1
-                num_enqueued += num_host_operations(
-                    operation.kind, pass_, row, policy, self.num_chunks
-                )
-        return number, num_enqueued
+        bound, row = self.bind(), RowFormat(hidden_size=1, value_bytes=4, prob_bytes=4, sum_bytes=4)
+        enqueued = [
+            num_host_operations(operation.kind, pass_, row, policy, self.num_chunks)
+            for pass_ in FORWARD_BACKWARD
+            for operation in lower(bound, pass_, row, 1, policy).program.operations
+        ]
+        return len(enqueued), sum(enqueued)
 
 
 PASSES, CHUNKED_PASSES = Passes(num_chunks=1), Passes(num_chunks=8)

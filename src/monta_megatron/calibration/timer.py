@@ -157,7 +157,7 @@ class Timer:
         self.took_s[task] = self.elapsed_s - begin_s
 
     def _beside_us(self, point: Point) -> float:
-        """The latest time of a run among others in a row, which a core's first run is far from."""
+        """The latest time per run of several in a row; a core's first run takes far longer."""
         if point not in self.beside_us:
             self.beside_us[point] = self._run(point, FIRST_REPEATS, others=()).us
         return self.beside_us[point]

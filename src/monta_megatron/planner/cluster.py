@@ -90,7 +90,7 @@ class HostCosts:
             stage takes of them is in `planner.traffic`.
         counts_to_host_us: to copy the counts to the host and wait for them.
         counts_us: to count what goes where and bind a chain to it, once per dispatch.
-        stock_counts_us: likewise by stock, which has no chain to bind.
+        stock_counts_us: what stock's dispatcher takes to count; it binds no chain.
         pass_us: what a pass takes besides its stages: autograd and the executor.
         stage_us: what the executor takes for each stage of each chunk.
         speed: how many times as fast as the processor of these figures the cluster's is: all of
@@ -200,7 +200,7 @@ class Cluster:
 
     @property
     def as_stock(self) -> "Cluster":
-        """The cluster on whose hosts stock's dispatcher runs, not ours."""
+        """The same cluster with the host costs of stock's dispatcher."""
         return replace(self, host=replace(self.host, counts_us=self.host.stock_counts_us))
 
     @property

@@ -316,11 +316,12 @@ def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
         ValueError: no chain can run.
     """
     selection = select_chain(shape, cluster, **settings)
-    chosen, stock = selection.price, price(shape, cluster.as_stock, ALLTOALL, 1)
+    as_stock = cluster.as_stock
+    chosen, stock = selection.price, price(shape, as_stock, ALLTOALL, 1)
 
-    def range_us(of: Price, cluster: Cluster) -> tuple[float, float] | None:
+    def range_us(of: Price, on: Cluster) -> tuple[float, float] | None:
         """The time at both ends of what was published, the less first."""
-        ends = [cluster.at_end(end) for end in get_args(End)]
+        ends = [on.at_end(end) for end in get_args(End)]
         if ends[0] == ends[1]:
             return None
         low_us, high_us = sorted(
@@ -357,7 +358,7 @@ def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
         stages=stage_costs(chosen),
         candidates=tuple(candidates),
         stock_us=stock.total_us,
-        stock_range_us=range_us(stock, cluster.as_stock),
+        stock_range_us=range_us(stock, as_stock),
         rates={each: cluster.rate_of(each).in_both_units for each in cluster.resources},
     )
 
