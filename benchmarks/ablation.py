@@ -36,6 +36,7 @@ from sweep import Study, start
 from monta_megatron.chains import BoundChain, lower
 from monta_megatron.chains.chain import order_of_issue
 from monta_megatron.chains.program import BoundProgram, Program
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import counted, table
 from monta_megatron.core import Choice
 from monta_megatron.exchange import buffers
@@ -68,7 +69,7 @@ def build(bench: Bench) -> Bench:
     """Add stock alltoall, the baseline of the checks and ratios, then the steps, 2 as the last one.
 
     Raises:
-        ValueError: a flag that the steps do not allow.
+        UserError: a flag that the steps do not allow.
     """
     settings, batch = bench.settings, bench.batch
     check(settings)
@@ -108,15 +109,15 @@ def check(settings: Settings) -> None:
     """Refuse flags that the steps do not allow.
 
     Raises:
-        ValueError: names the flag, the value and the rule.
+        UserError: names the flag, the value and the rule.
     """
     tp, etp = settings.tp, settings.etp
     if not settings.skip_incompatible:
-        raise ValueError(f"--chains: got {','.join(settings.chains)}, must be left out here")
+        raise UserError(f"--chains: got {','.join(settings.chains)}, must be left out here")
     if tp == 1:
-        raise ValueError("--tp: got 1, must be above 1, to have tensor-parallel duplicates")
+        raise UserError("--tp: got 1, must be above 1, to have tensor-parallel duplicates")
     if etp != tp:
-        raise ValueError(f"--etp: got {etp}, must be equal to --tp ({tp})")
+        raise UserError(f"--etp: got {etp}, must be equal to --tp ({tp})")
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from monta_megatron.cli.on_ranks import (
 )
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common import strict_yaml
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import read_text, write_whole
 from monta_megatron.common.ranks import is_first_rank
 from monta_megatron.common.rules import positive
@@ -116,7 +117,7 @@ def check_can_plot(folder: str | None) -> None:
     """Fail before the work, not after it, if its pictures cannot be drawn; make their folder."""
     if folder is not None:
         if not pictures.can_draw():
-            raise ValueError(f"--plot: needs matplotlib: {pictures.INSTALL}")
+            raise UserError(f"--plot: needs matplotlib: {pictures.INSTALL}")
         Path(folder).mkdir(parents=True, exist_ok=True)
 
 
@@ -124,7 +125,7 @@ def _measure(parsed: argparse.Namespace, study: Study) -> int:
     world_size = world_size_of_launch("bench")
     for name in ("sweep", "out"):
         if getattr(parsed, name) is None:
-            raise ValueError(f"--{name}: not given, must be a file, or else --report")
+            raise UserError(f"--{name}: not given, must be a file, or else --report")
     points = read_sweep(parsed.sweep, vars(parsed), world_size)
     # Only the first rank reads and writes results.
     out, kept = Path(parsed.out), []
@@ -167,7 +168,7 @@ def _report(path: Path, plot: str | None, study: Study) -> None:
     """Print the tables of a file of results, and draw the picture."""
     reports = read_reports(path)
     if not reports:
-        raise ValueError(f"--report: got {path}, must hold at least one line")
+        raise UserError(f"--report: got {path}, must hold at least one line")
     print(study.text(reports))
     points = [point for point in measured_points(reports) if point.errors]
     if plot is not None and points:
@@ -183,13 +184,13 @@ def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Poi
         world_size: ranks of the launch.
 
     Raises:
-        ValueError: the file is wrong; names the file, the point, the flag, the value and the rule.
+        UserError: the file is wrong; names the file, the point, the flag, the value and the rule.
     """
     data = strict_yaml.read(path)
     if not isinstance(data, dict) or set(data) != {"headline", "points"}:
-        raise ValueError(f"{path}: must be a mapping with the keys headline, points")
+        raise UserError(f"{path}: must be a mapping with the keys headline, points")
     if not isinstance(data["points"], list) or not data["points"]:
-        raise ValueError(f"{path}: points: must be a list of at least one mapping of flags")
+        raise UserError(f"{path}: points: must be a list of at least one mapping of flags")
     headline = _flags(data["headline"], f"{path}: headline")
     given = {name: value for name, value in flags.items() if value not in (None, False)}
     points = []
@@ -198,8 +199,8 @@ def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Poi
         changed = _flags(entry, where)
         try:
             settings = parse_settings({**headline, **given, **changed}, world_size)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
         name = ", ".join(f"{flag.replace('_', '-')} {text}" for flag, text in changed.items())
         points.append(Point(name or "headline", settings))
     return points
@@ -208,11 +209,11 @@ def read_sweep(path: str, flags: Mapping[str, Any], world_size: int) -> list[Poi
 def _flags(data: Any, where: str) -> dict[str, str]:
     """Flags as `parse_settings` takes them: underscores in the names, texts as values."""
     if not isinstance(data, dict):
-        raise ValueError(f"{where}: got {data!r}, must be a mapping of flags of monta bench")
+        raise UserError(f"{where}: got {data!r}, must be a mapping of flags of monta bench")
     flags = {}
     for name, value in data.items():
         if name not in POINT_FLAGS:
-            raise ValueError(f"{where}: {name}: unknown flag; {advice(name, POINT_FLAGS)}")
+            raise UserError(f"{where}: {name}: unknown flag; {advice(name, POINT_FLAGS)}")
         values = value if isinstance(value, list) else [value]
         flags[name.replace("-", "_")] = ",".join(map(str, values))
     return flags
@@ -241,7 +242,7 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     """The finished points of a file of results, without a last line that was cut short.
 
     Raises:
-        ValueError: the file holds something else.
+        UserError: the file holds something else.
     """
     lines = read_text(path, "reports").splitlines(keepends=True) if path.exists() else []
     reports = []
@@ -252,7 +253,7 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
             report = json.loads(line)
             reports.append({**report, "meta": report["meta"], "rows": report["rows"]})
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{path}: line {number} is no report of monta bench") from None
+            raise UserError(f"{path}: line {number} is no report of monta bench") from None
     return reports
 
 

@@ -25,6 +25,7 @@ from trainings import (
 )
 
 from monta_megatron.cli.parser import Parser
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import commit, machine, versions
 from monta_megatron.common.rules import positive, whole
 from monta_megatron.common.text import size_text, table
@@ -179,7 +180,7 @@ def why_no_network() -> str | None:
     """Why this machine cannot emulate a network, and how to get it; None if it can."""
     try:
         emulator.unshare_command()
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return None
 

@@ -20,6 +20,7 @@ from monta_megatron.calibration.tasks import (
 from monta_megatron.calibration.timer import Timer, starter_of
 from monta_megatron.chains.program import Policy, Resource
 from monta_megatron.common import strict_yaml
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.ranks import BOOT_ID
 from monta_megatron.common.text import Progress, counted, table
 from monta_megatron.core import GroupName, Layout
@@ -119,7 +120,7 @@ def calibrate(
         begin_s: when the calibration began, by `time.perf_counter`.
 
     Raises:
-        ValueError: the cluster cannot be calibrated.
+        UserError: the cluster cannot be calibrated.
     """
     world, on_cpu = dist.group.WORLD, device.type == "cpu"
     assert world is not None, "the launch has been joined"
@@ -127,10 +128,10 @@ def calibrate(
     nodes = find_nodes(world, ranks_per_node)
     layout = Layout(ep=len(nodes), etp=1, num_local_experts=1, rank=dist.get_rank(), nodes=nodes)
     if len(nodes) == 1 or layout.uneven_nodes() is not None:
-        raise ValueError(f"ranks: got nodes {list(nodes)}, must be several, evenly in order")
+        raise UserError(f"ranks: got nodes {list(nodes)}, must be several, evenly in order")
     num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
     if nics_per_node is None and num_nodes > 1:
-        raise ValueError("--nics-per-node: not given, must be the network interfaces of a node")
+        raise UserError("--nics-per-node: not given, must be the network interfaces of a node")
     nics = nics_per_node or ranks_per_node
     groups = make_groups(layout)
     fused = agreed_kernels("auto", device.type, world)[0] == "fused"

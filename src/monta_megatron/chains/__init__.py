@@ -9,6 +9,7 @@ from monta_megatron.chains.alltoall_dedup import ALLTOALL_DEDUP
 from monta_megatron.chains.chain import BoundChain, Chain, ChainCounts, Counts, TokenCounts
 from monta_megatron.chains.hierarchical_allgather import HIERARCHICAL_ALLGATHER
 from monta_megatron.chains.hierarchical_alltoall import HIERARCHICAL_ALLTOALL
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import one_of
 
 CHAINS: dict[str, Chain] = {
@@ -48,11 +49,11 @@ def check_chain(name: str, field: str, also: Sequence[str] = ()) -> None:
         also: other accepted values.
 
     Raises:
-        ValueError: there is no such chain.
+        UserError: there is no such chain.
     """
     known = (*also, *CHAINS)
     if name not in known:
-        raise ValueError(f"{field}: got {name!r}, must be {one_of(name, known)}")
+        raise UserError(f"{field}: got {name!r}, must be {one_of(name, known)}")
 
 
 def chunks_of(chain: Chain, num_chunks: int | None, field: str) -> int:
@@ -64,12 +65,12 @@ def chunks_of(chain: Chain, num_chunks: int | None, field: str) -> int:
         field: of the message, such as an option.
 
     Raises:
-        ValueError: the chain is serial and `num_chunks` is above 1.
+        UserError: the chain is serial and `num_chunks` is above 1.
     """
     if num_chunks is None:
         return 1 if chain.serial else DEFAULT_NUM_CHUNKS
     if chain.serial and num_chunks > 1:
-        raise ValueError(
+        raise UserError(
             f"{field}: got {num_chunks}, must be 1 for the serial chain {chain.name}; "
             f"{ALLTOALL_ALLGATHER.name} is its pipelined form"
         )

@@ -23,6 +23,7 @@ from monta_megatron.chains.stages import (
     Stage,
     StageShape,
 )
+from monta_megatron.common.errors import UserError
 from monta_megatron.core import GroupName, Layout
 
 
@@ -214,12 +215,12 @@ class Chain:
             num_chunks: C; at most B where rows are tokens, whose chunks consist of whole blocks.
 
         Raises:
-            ValueError: `num_chunks` is below 1, or above the number of blocks.
+            UserError: `num_chunks` is below 1, or above the number of blocks.
         """
         if num_chunks < 1:
-            raise ValueError(f"num_chunks: got {num_chunks}, must be at least 1")
+            raise UserError(f"num_chunks: got {num_chunks}, must be at least 1")
         if isinstance(counts, TokenCounts) and num_chunks > counts.tokens.shape[1]:
-            raise ValueError(
+            raise UserError(
                 f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
                 f"{counts.tokens.shape[1]}"
             )

@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 
+from monta_megatron.common.errors import UserError
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -84,7 +86,7 @@ def main(arguments: "Sequence[str] | None" = None, parser: "ArgumentParser | Non
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except ValueError as error:
+    except UserError as error:
         ranks.report(f"{command}: {error}")
         return 2
     except OSError as error:

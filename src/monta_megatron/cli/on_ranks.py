@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monta_megatron.cli.parser import Parser, only_the_report
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.ranks import is_first_rank, linger
 from monta_megatron.common.rules import positive, require, whole
 from monta_megatron.common.text import Progress, print_report, tell
@@ -35,10 +36,10 @@ def world_size_of_launch(command: str, environ: Mapping[str, str] = os.environ) 
         environ: the environment of this process.
 
     Raises:
-        ValueError: no launcher has set them.
+        UserError: no launcher has set them.
     """
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        raise ValueError(
+        raise UserError(
             "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
             f"--nproc-per-node N -m monta_megatron {command} ..., or monta emulate"
         )
@@ -63,7 +64,7 @@ def run_as_rank(run: Callable[[], int]) -> int:
     """Run a command on every rank of a launch, so that Ctrl-C and failures end all of it in order.
 
     Args:
-        run: the command; returns the exit status. Raises ValueError for a user's mistake, and
+        run: the command; returns the exit status. Raises UserError for a user's mistake, and
             MismatchError where results differ from stock's, which the first rank prints.
     """
     interrupted = False
@@ -188,7 +189,7 @@ def check_bench(parsed: argparse.Namespace, world_size: int) -> None:
     """Refuse bad flags before any rank starts.
 
     Raises:
-        ValueError: a flag, or a file that it names, is wrong.
+        UserError: a flag, or a file that it names, is wrong.
     """
     from monta_megatron.planner.cluster_file import load_cluster
 
@@ -271,7 +272,7 @@ def _checked(words: Sequence[str], num_ranks: int) -> list[str]:
     """The command that every rank starts, with a mistake found before that where it is cheap.
 
     Raises:
-        ValueError: it cannot start.
+        UserError: it cannot start.
         SystemExit: it is a command of ours with a mistake, which has been reported.
     """
     command = ["-m", "monta_megatron", *words[1:]] if words[:1] == ["monta"] else list(words)

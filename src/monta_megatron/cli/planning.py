@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.cli.parser import Parser
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import name_of, num_tokens, positive, whole
 from monta_megatron.common.text import Progress, one_of, print_report, tell
 
@@ -78,7 +79,7 @@ def run_plan(parsed: argparse.Namespace) -> int:
         if getattr(parsed, flag) is not None:
             _check_given(parsed, (), others, f"with --{flag}")
     if parsed.out is not None and parsed.out.exists():
-        raise ValueError(f"--out: got {parsed.out}, must not exist")
+        raise UserError(f"--out: got {parsed.out}, must not exist")
     from monta_megatron.planner.plan import share_of
     from monta_megatron.tools.plan.report import PlanReport
     from monta_megatron.tools.plan.request import PlanRequest, plan_request
@@ -238,12 +239,12 @@ def _check_given(
         way: for the message, such as "with --log".
 
     Raises:
-        ValueError: one is missing, or should be.
+        UserError: one is missing, or should be.
     """
     for name in needed:
         if getattr(parsed, name.replace("-", "_")) is None:
-            raise ValueError(f"--{name}: not given, must be {way}")
+            raise UserError(f"--{name}: not given, must be {way}")
     for name in others:
         value = getattr(parsed, name.replace("-", "_"))
         if value not in (None, False):
-            raise ValueError(f"--{name}: got {value}, must be left out {way}")
+            raise UserError(f"--{name}: got {value}, must be left out {way}")

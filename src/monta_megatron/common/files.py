@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, Literal
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import advice
 
 ConfigKind = Literal["models", "clusters", "runs"]
@@ -27,7 +28,7 @@ def find_config(kind: ConfigKind, given: str | Path, folder: str | Path = "") ->
         folder: what a relative path is relative to; the working folder by default.
 
     Raises:
-        ValueError: there is neither; the message names the preset that was probably meant.
+        UserError: there is neither; the message names the preset that was probably meant.
     """
     path = Path(folder, given)
     if kind == "models" and (path / "config.json").is_file():
@@ -40,9 +41,9 @@ def find_config(kind: ConfigKind, given: str | Path, folder: str | Path = "") ->
         return presets[name]
     if path.is_dir():
         without = " without config.json" if kind == "models" else ""
-        raise ValueError(f"{path}: cannot be read: is a folder{without}")
+        raise UserError(f"{path}: cannot be read: is a folder{without}")
     known = advice(Path(name).stem, presets)
-    raise ValueError(f"{path}: cannot be read: No such file or directory, nor a preset; {known}")
+    raise UserError(f"{path}: cannot be read: No such file or directory, nor a preset; {known}")
 
 
 def read_text(path: str | Path, form: str) -> str:
@@ -53,37 +54,37 @@ def read_text(path: str | Path, form: str) -> str:
         form: what it has to hold, for messages, such as "YAML".
 
     Raises:
-        ValueError: it cannot be read, or is no text.
+        UserError: it cannot be read, or is no text.
     """
     try:
         # Some editors write a byte order mark.
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is no text file (UTF-8), must be {form}") from error
+        raise UserError(f"{path}: is no text file (UTF-8), must be {form}") from error
 
 
 def read_json(path: str | Path) -> Any:
     """Read the plain data in a file of one JSON document.
 
     Raises:
-        ValueError: the file cannot be read or is no such document; one line.
+        UserError: the file cannot be read or is no such document; one line.
     """
     try:
         return json.loads(read_text(path, "JSON"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: is no JSON in line {error.lineno}: {error.msg}") from error
+        raise UserError(f"{path}: is no JSON in line {error.lineno}: {error.msg}") from error
 
 
 def check_can_be_written(path: Path, name: str) -> None:
     """Refuse a path, given as `name`, that is a folder or in a folder that cannot be written.
 
     Raises:
-        ValueError: one line.
+        UserError: one line.
     """
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{name}: got {path}, must be a file in a folder that can be written")
+        raise UserError(f"{name}: got {path}, must be a file in a folder that can be written")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -91,11 +92,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     Raises:
         OSError: it cannot be written.
-        ValueError: something that is no file bears its name.
+        UserError: something that is no file bears its name.
     """
     # Root would replace /dev/null.
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: cannot be written: is no regular file")
+        raise UserError(f"{path}: cannot be written: is no regular file")
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import one_of
 
 T = TypeVar("T")
@@ -21,10 +22,10 @@ def require(holds: bool, name: str, value: object, rule: str) -> None:
         rule: what the user reads after "must".
 
     Raises:
-        ValueError: the rule does not hold.
+        UserError: the rule does not hold.
     """
     if not holds:
-        raise ValueError(f"{name}: got {value}, must {rule}")
+        raise UserError(f"{name}: got {value}, must {rule}")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """YAML into frozen dataclasses and back, strictly.
 
 The annotations of a dataclass declare the content of a file. An unknown key, a missing one, a wrong
-type or a value that breaks its rule is a one-line `ValueError` that names the file and line, the
+type or a value that breaks its rule is a one-line `UserError` that names the file and line, the
 path of the key, the value and the rule. A class with `from_text` and `RULE`, such as a rate, is a
 text in the file.
 
@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import read_text
 from monta_megatron.common.rules import SCALARS
 from monta_megatron.common.text import advice, one_of
@@ -34,7 +35,7 @@ def load(cls: type[T], path: str | Path) -> T:
     """Read a YAML file into a dataclass.
 
     Raises:
-        ValueError: one line that names the file, the key, the value and the rule.
+        UserError: one line that names the file, the key, the value and the rule.
     """
     data, lines = _read(path)
     return build(cls, data, str(path), lines)
@@ -44,7 +45,7 @@ def read(path: str | Path) -> Any:
     """Read the plain data in a YAML file, unchecked.
 
     Raises:
-        ValueError: the file cannot be read, or is not plain YAML.
+        UserError: the file cannot be read, or is not plain YAML.
     """
     return _read(path)[0]
 
@@ -59,7 +60,7 @@ def build(cls: type[T], data: Any, file: str, lines: Mapping[str, int] | None = 
         lines: where each key is in the file, by its path.
 
     Raises:
-        ValueError: one line that names the file, the key, the value and the rule.
+        UserError: one line that names the file, the key, the value and the rule.
     """
     try:
         value: T = _value(cls, data, "")
@@ -70,7 +71,7 @@ def build(cls: type[T], data: Any, file: str, lines: Mapping[str, int] | None = 
         while lines and written and written not in lines:
             written = written.rpartition(".")[0]
         where = f"{file}:{lines[written]}" if lines and written else file
-        raise ValueError(": ".join(filter(None, (where, key, message)))) from None
+        raise UserError(": ".join(filter(None, (where, key, message)))) from None
     return value
 
 
@@ -166,7 +167,7 @@ def _dataclass(kind: Any, data: Any, key: str) -> Any:
     values = {name: _value(hints[name], data[name], _path(key, name)) for name in data}
     try:
         return kind(**values)
-    except ValueError as error:
+    except UserError as error:
         # A rule across several fields: the class names the field, this adds the path to it.
         name, colon, message = str(error).partition(": ")
         raise _WrongValueError(_path(key, name) if colon else key, message or name) from None
@@ -182,11 +183,11 @@ def _read(path: str | Path) -> tuple[Any, dict[str, int]]:
         mark = getattr(error, "problem_mark", None)
         where = path if mark is None else f"{path}:{mark.line + 1}"
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ValueError(f"{where}: is no plain YAML: {problem}") from error
+        raise UserError(f"{where}: is no plain YAML: {problem}") from error
     lines: dict[str, int] = {}
     for key, line in _lines(node, ""):
         if key in lines:
-            raise ValueError(f"{path}:{line}: {key}: written twice, must be given once")
+            raise UserError(f"{path}:{line}: {key}: written twice, must be given once")
         lines[key] = line
     return data, lines
 

@@ -38,6 +38,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import counted, tell
 from monta_megatron.common.torchrun import cause_of, ended
 from monta_megatron.emulation.cluster import (
@@ -65,7 +66,7 @@ def run(command: Sequence[str]) -> int:
     SIGINT and SIGTERM end everything inside before this returns.
 
     Raises:
-        ValueError: the namespaces cannot be made here.
+        UserError: the namespaces cannot be made here.
     """
     unshare = unshare_command()
     standard_input, lifeline = os.pipe()
@@ -93,12 +94,12 @@ def unshare_command() -> list[str]:
     """The words to put in front of a command to run it in private namespaces.
 
     Raises:
-        ValueError: they cannot be made here; says what is missing and how to get it.
+        UserError: they cannot be made here; says what is missing and how to get it.
     """
     environ = _environ()
     for name, package in _PACKAGES.items():
         if shutil.which(name, path=environ["PATH"]) is None:
-            raise ValueError(
+            raise UserError(
                 f"`{name}` not found: install {package} (apt install {package}, or dnf, or apk)"
             )
     unshare = ["unshare", "--net", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"]
@@ -109,7 +110,7 @@ def unshare_command() -> list[str]:
     )
     if trial.returncode != 0:
         said = "; ".join(trial.stderr.strip().splitlines())
-        raise ValueError(f"private namespaces cannot be made ({said}): {_ADVICE}")
+        raise UserError(f"private namespaces cannot be made ({said}): {_ADVICE}")
     return unshare
 
 
@@ -156,7 +157,7 @@ def build_network(cluster: EmulatedCluster) -> None:
     """Make the cluster's network in the current network and mount namespaces.
 
     Raises:
-        ValueError: something is missing here; says what.
+        UserError: something is missing here; says what.
     """
     _make_private_directory()
     _name_hosts(cluster)
@@ -186,8 +187,8 @@ def _make_private_directory() -> None:
     try:
         PRIVATE_DIRECTORY.mkdir(parents=True, exist_ok=True)
         _run("mount", "-t", "tmpfs", "monta", str(PRIVATE_DIRECTORY))
-    except (OSError, ValueError) as error:
-        raise ValueError(
+    except (OSError, UserError) as error:
+        raise UserError(
             f"{PRIVATE_DIRECTORY}, where `ip netns` keeps its names, cannot be mounted ({error}): "
             f"make it once as root (mkdir {PRIVATE_DIRECTORY}), or run as root"
         ) from None
@@ -225,7 +226,7 @@ def _run(*words: object) -> None:
     if done.returncode != 0:
         said = "; ".join(done.stderr.strip().splitlines())
         needs = "" if command[0] == "mount" else f"; {_KERNEL_NEEDS}"
-        raise ValueError(f"`{' '.join(command)}` failed: {said}{needs}")
+        raise UserError(f"`{' '.join(command)}` failed: {said}{needs}")
 
 
 # After one rank has failed, the others get this long to fail too and to report why.
@@ -260,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
     cluster = EmulatedCluster.from_json(cluster_json)
     try:
         build_network(cluster)
-    except ValueError as error:
+    except UserError as error:
         tell("emulate", str(error))
         return 2
     nodes, ranks = counted(cluster.nodes, "node"), counted(cluster.ranks_per_node, "rank")

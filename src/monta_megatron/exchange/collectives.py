@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.ranks import consecutive_nodes, node_here, number_nodes
 from monta_megatron.common.torch_private import (
     ALL_GATHER,
@@ -160,10 +161,10 @@ def join_launch(local_rank: int, transport: str = "nccl") -> torch.device:
         transport: backend for tensors on GPUs.
 
     Raises:
-        ValueError: there is neither a GPU nor a stand-in.
+        UserError: there is neither a GPU nor a stand-in.
     """
     if not torch.cuda.is_available():
-        raise ValueError("MONTA_CPU_RANKS: not set, must be 1 where there is no GPU")
+        raise UserError("MONTA_CPU_RANKS: not set, must be 1 where there is no GPU")
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
     # As in a training.
     set_launch_order()

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.ranks import linger, report
 from monta_megatron.common.text import shown
 from monta_megatron.core import Layout
@@ -105,7 +106,7 @@ def extend_transformer_config(transformer_config: ModuleType) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Check a configuration that asks for "monta"; the first error is raised as a ValueError.
+    """Check a configuration that asks for "monta"; the first error is raised as a UserError.
 
     Args:
         config: a TransformerConfig, or parsed arguments.
@@ -173,7 +174,7 @@ def patch_arguments(arguments: Any) -> None:
         _checked.append(True)
         try:
             check_arguments(args)
-        except ValueError as error:
+        except UserError as error:
             report(f"monta: error: {error}")
             raise SystemExit(2) from None
         if is_monta(args):
@@ -185,7 +186,7 @@ def patch_arguments(arguments: Any) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Check parsed arguments; the first error is raised as a ValueError."""
+    """Check parsed arguments; the first error is raised as a UserError."""
     defaults = defaults_from_environment()
     given = [
         name
@@ -193,7 +194,7 @@ def check_arguments(args: Any) -> None:
         if getattr(args, name, None) is not None and getattr(args, name) != defaults[name]
     ]
     if given and not is_monta(args):
-        raise ValueError(
+        raise UserError(
             f"{given[0]}: given, but moe_token_dispatcher_type is "
             f"{args.moe_token_dispatcher_type!r}; add --moe-token-dispatcher-type monta or leave "
             f"--{given[0].replace('_', '-')} out"
@@ -201,14 +202,14 @@ def check_arguments(args: Any) -> None:
     if not is_monta(args):
         return
     if args.num_experts is None:
-        raise ValueError(
+        raise UserError(
             "moe_token_dispatcher_type: got 'monta', needs a Mixture-of-Experts model; set "
             "--num-experts or leave --moe-token-dispatcher-type out"
         )
     check_config(args)
 
 
-def refuse(error: ValueError, reports: bool) -> NoReturn:
+def refuse(error: UserError, reports: bool) -> NoReturn:
     """End a training whose command line was checked here with one line and exit status 2.
 
     Args:
@@ -216,7 +217,7 @@ def refuse(error: ValueError, reports: bool) -> NoReturn:
         reports: whether this rank prints the line.
 
     Raises:
-        ValueError: the error itself, outside of such a training, so that callers may handle it.
+        UserError: the error itself, outside of such a training, so that callers may handle it.
     """
     if not _checked:
         raise error

@@ -63,7 +63,7 @@ class Chooser:
         """Compare the tags of all ranks, and return the choice of the micro-batch of the counts.
 
         Raises:
-            ValueError: the ranks differ; the message names the first that does, and the field.
+            UserError: the ranks differ; the message names the first that does, and the field.
         """
         self._check_tags(counts)
         assert self.step_choice is not None, "given"

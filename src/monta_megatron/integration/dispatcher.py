@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains import CHAINS, ChainCounts
 from monta_megatron.chains.chain import Rows
+from monta_megatron.common.errors import UserError
 from monta_megatron.core import Choice
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
@@ -121,7 +122,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """Build the dispatcher for one MoE layer.
 
         Raises:
-            ValueError: an option is out of range, the chain cannot run on this layout, or the
+            UserError: an option is out of range, the chain cannot run on this layout, or the
                 configuration asks for something that this dispatcher does not support; the message
                 names the field.
         """
@@ -336,12 +337,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """Cut T * top-k permuted rows to those of the map, which `permute` puts first.
 
         Raises:
-            ValueError: the map holds more.
+            UserError: the map holds more.
         """
         if rows_NH.shape[0] == num_rows:
             return rows_NH, probs_N
         if rows_NH.shape[0] < num_rows:
-            raise ValueError(
+            raise UserError(
                 f"routing_map: holds {num_rows} token-expert pairs, must hold at most the "
                 f"{rows_NH.shape[0]} of moe_router_topk experts of each token; where a framework's "
                 "maps hold more, it has to replace MoEAlltoAllTokenDispatcher.preprocess, as "

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.exchange.pipeline import Experts
 from monta_megatron.integration.supported_settings import FREES_WEIGHTS
 
@@ -76,11 +77,11 @@ def check_experts(experts: torch.nn.Module) -> None:
     """Refuse experts that cannot be called once per chunk.
 
     Raises:
-        ValueError: an expert has dropout; the message names the module.
+        UserError: an expert has dropout; the message names the module.
     """
     for name, module in experts.named_modules():
         if isinstance(module, torch.nn.Dropout | torch.nn.AlphaDropout) and module.p > 0:
-            raise ValueError(
+            raise UserError(
                 f"experts.{name}: dropout of {module.p:g}, must be 0 with "
                 "moe_monta_overlap_experts: random numbers would differ from those of one call"
             )
@@ -90,7 +91,7 @@ def prepare_layer(layer: Any) -> None:
     """Prepare an MoE layer under construction for experts inside the pipeline.
 
     Raises:
-        ValueError: its experts cannot be called once per chunk.
+        UserError: its experts cannot be called once per chunk.
     """
     check_experts(layer.experts)
     if layer.config.gradient_accumulation_fusion:
@@ -120,7 +121,7 @@ def _patch_layer(layer_class: Any) -> None:
 
         # A configuration made in code may not name FSDP, which wraps all parameters or none.
         if hasattr(next(self.experts.parameters(), None), "__fsdp_param__"):
-            raise ValueError(
+            raise UserError(
                 "use_megatron_fsdp: not supported with moe_monta_overlap_experts: " + FREES_WEIGHTS
             )
         experts: Experts = compute

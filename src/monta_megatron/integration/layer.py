@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.core import Choice
 from monta_megatron.exchange.count_messages import busiest_over_mean
 from monta_megatron.exchange.launch_order import set_launch_order
@@ -47,7 +48,7 @@ def build_with_monta(
         config: its TransformerConfig; the dispatcher keeps it.
 
     Raises:
-        ValueError: the 1F1B overlap schedule would treat this layer as stock's, or the dispatcher
+        UserError: the 1F1B overlap schedule would treat this layer as stock's, or the dispatcher
             cannot run here; the latter ends a training with one line and exit status 2.
     """
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -56,7 +57,7 @@ def build_with_monta(
 
     if not is_monta(config):
         if getattr(config, "overlap_moe_expert_parallel_comm", False):
-            raise ValueError(
+            raise UserError(
                 "overlap_moe_expert_parallel_comm: got True, must be False with the dispatcher in "
                 "the layer spec, since Megatron's schedule would free what the experts have saved; "
                 "set moe_token_dispatcher_type to 'monta' instead"
@@ -77,7 +78,7 @@ def build_with_monta(
         dispatcher = MontaTokenDispatcher(
             layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
         )
-    except ValueError as error:
+    except UserError as error:
         refuse(error, reports_for_stage(groups.tp_ep, groups))
     if layer.token_dispatcher.shared_experts is not None:
         dispatcher.set_shared_experts(layer.token_dispatcher.shared_experts)
@@ -114,11 +115,11 @@ def with_monta(spec: Any) -> Any:
             Parts of it that hold no MoE layer are shared with the copy.
 
     Raises:
-        ValueError: the spec holds no MoE layer.
+        UserError: the spec holds no MoE layer.
     """
     changed = _with_monta(spec)
     if changed is spec:
-        raise ValueError("spec: holds no MoELayer, so there is no dispatcher to replace")
+        raise UserError("spec: holds no MoELayer, so there is no dispatcher to replace")
     return changed
 
 

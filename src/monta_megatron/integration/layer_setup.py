@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains.chain import num_counted_blocks
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.ranks import node_here, print_once
 from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Layout
@@ -91,10 +92,10 @@ class LayerSetup:
         All ranks of the expert group call this.
 
         Raises:
-            ValueError: Megatron's own groups were destroyed.
+            UserError: Megatron's own groups were destroyed.
         """
         if not is_open(self.groups["tp_ep"]):
-            raise ValueError(
+            raise UserError(
                 "moe_monta: the process groups that this model was built with were destroyed; "
                 "build it again with those of now"
             )
@@ -125,14 +126,14 @@ def set_up_layer(
         groups, captures: see `LayerSetup`.
 
     Raises:
-        ValueError: the chain cannot run on the layout, or the ranks differ; on all ranks.
+        UserError: the chain cannot run on the layout, or the ranks differ; on all ranks.
     """
     given, group, device = Options.of(config), groups["tp_ep"], device_type()
     report = print_once if reports_for_stage(group, pg_collection) else lambda line: None
     # Capacity fixes the counts, and none are exchanged; or the rows are permuted in a CUDA graph.
     permuted_only = captures or config.moe_pad_expert_input_to_capacity
     if captures and config.moe_router_padding_for_quantization:
-        raise ValueError(
+        raise UserError(
             "moe_router_padding_for_quantization: got True, must be False with CUDA graphs of the "
             "preprocessing: the number of padded rows is known from the counts alone"
         )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 from monta_megatron.chains import CHAINS, DEFAULT_NUM_CHUNKS, Chain, check_chain, chunks_of
 from monta_megatron.common import files
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import require
 from monta_megatron.planner.cluster import Cluster
 
@@ -139,7 +140,7 @@ class Options:
         """The options in `source`, a TransformerConfig or parsed arguments.
 
         Raises:
-            ValueError: one is out of range; the message names option, value and rule.
+            UserError: one is out of range; the message names option, value and rule.
         """
         given = {
             name: value
@@ -169,7 +170,7 @@ class Options:
             )
         of_tokens = [name for name, each in CHAINS.items() if each.rows == "tokens"]
         if given.get("overlap_experts") and not is_auto and chain not in of_tokens:
-            raise ValueError(
+            raise UserError(
                 f"moe_monta_overlap_experts: given with {chain}, must be with one of "
                 f"{', '.join(of_tokens)}; rows of the other chains are permuted by expert before "
                 "they are split into chunks"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.common import __version__
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import counted
 from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange.collectives import nccl_settings
@@ -50,7 +51,7 @@ def planner_for(
             graphs capture the permutation, or padding fixes the counts.
 
     Raises:
-        ValueError: the chain cannot run here, or the cluster has too few nodes.
+        UserError: the chain cannot run here, or the cluster has too few nodes.
     """
     chain, num_chunks = options.named_chain, options.num_chunks
     check_chain_runs(options, config, layout)
@@ -64,7 +65,7 @@ def planner_for(
 
     cluster = options.cluster or uncalibrated(layout, gpu_name())
     if layout.num_nodes > cluster.num_nodes:
-        raise ValueError(
+        raise UserError(
             f"moe_monta_cluster: {cluster.name} has {counted(cluster.num_nodes, 'node')}, must "
             f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
             "of the cluster, not of the calibration"
@@ -108,11 +109,11 @@ def check_chain_runs(options: Options, config: "TransformerConfig", layout: Layo
     """Check that the chain named by the options, if any, can run on a layout.
 
     Raises:
-        ValueError: it cannot; the message names the option.
+        UserError: it cannot; the message names the option.
     """
     chain = options.named_chain
     if chain is not None and (reason := incompatibility(chain, config, layout)):
-        raise ValueError(f"moe_monta_chain: {chain.name} cannot run here: {reason}")
+        raise UserError(f"moe_monta_chain: {chain.name} cannot run here: {reason}")
 
 
 def hash_of(values: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.ranks import consecutive_nodes, number_nodes
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.options import Options
@@ -34,13 +35,13 @@ def check_same_config(by_rank: Sequence[dict[str, Any]], ranks: Sequence[int]) -
     """Check that the values of all ranks are the same.
 
     Raises:
-        ValueError: a rank differs; the message names the first such rank and the field.
+        UserError: a rank differs; the message names the first such rank and the field.
     """
     for rank, other in zip(ranks[1:], by_rank[1:], strict=True):
         for name in dict.fromkeys((*by_rank[0], *other)):
             values = by_rank[0].get(name), other.get(name)
             if values[0] != values[1]:
-                raise ValueError(
+                raise UserError(
                     f"moe_monta: ranks {ranks[0]} and {rank} differ in {name}: {values[0]} and "
                     f"{values[1]}; {ADVICE.get(name, SAME_OPTIONS)}"
                 )
@@ -54,17 +55,17 @@ def on_every_expert_group(
     If one failed alone, the ranks of the others would wait for it forever.
 
     Args:
-        set_up: raises ValueError on all ranks of an expert group, or on none.
+        set_up: raises UserError on all ranks of an expert group, or on none.
         replicas: the ranks with this rank's position in the stage's groups; None if unknown.
         agreed: values that all groups have to share.
 
     Raises:
-        ValueError: `set_up` failed here or in another group; or the groups differ in `agreed`.
+        UserError: `set_up` failed here or in another group; or the groups differ in `agreed`.
     """
     result, problem = None, ""
     try:
         result = set_up()
-    except ValueError as error:
+    except UserError as error:
         problem = str(error)
     if replicas is not None and dist.get_world_size(replicas) > 1:
         ranks = dist.get_process_group_ranks(replicas)
@@ -74,7 +75,7 @@ def on_every_expert_group(
         if not problem:
             check_same_config(by_rank, ranks)
     if problem:
-        raise ValueError(problem)
+        raise UserError(problem)
     assert result is not None, "set up, or raised"
     return result
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from monta_megatron.common import __version__
+from monta_megatron.common.errors import UserError
 from monta_megatron.integration.options import etp_size_of
 
 # First supported release, and first unsupported one after it.
@@ -23,7 +24,7 @@ def check_megatron_version() -> None:
 
     Raises:
         ImportError: Megatron-Core is not installed.
-        ValueError: its version is outside the range and MONTA_ALLOW_ANY_MEGATRON is not 1.
+        UserError: its version is outside the range and MONTA_ALLOW_ANY_MEGATRON is not 1.
     """
     # Not at the top: `monta doctor` reads SUPPORTED where Megatron is missing.
     from megatron.core.package_info import __version__ as version
@@ -31,7 +32,7 @@ def check_megatron_version() -> None:
     if os.environ.get(OVERRIDE_VARIABLE, "0") == "1" or is_supported(version):
         return
     (first, end) = (".".join(map(str, bound)) for bound in SUPPORTED)
-    raise ValueError(
+    raise UserError(
         f"megatron-core: version {version} found, monta-megatron {__version__} supports "
         f">= {first} and < {end}; install one of those, or set {OVERRIDE_VARIABLE}=1 to go on"
     )
@@ -200,11 +201,11 @@ def check_supported(config: Any) -> None:
     """Refuse a configuration with a setting that this dispatcher does not support.
 
     Raises:
-        ValueError: names the setting and the reason.
+        UserError: names the setting and the reason.
     """
     refused = [("moe_token_dispatcher_type='monta'", each) for each in UNSUPPORTED]
     if getattr(config, "moe_monta_overlap_experts", False):
         refused += [("moe_monta_overlap_experts", each) for each in UNSUPPORTED_WITH_OVERLAP]
     for option, each in refused:
         if each.is_set(config):
-            raise ValueError(f"{each.setting}: not supported with {option}: {each.reason}")
+            raise UserError(f"{each.setting}: not supported with {option}: {each.reason}")

@@ -7,14 +7,9 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from monta_megatron.chains.program import Policy, PricedOperation, Resource
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.ranks import consecutive_nodes, number_nodes
-from monta_megatron.common.rules import (
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    Text,
-    require,
-)
+from monta_megatron.common.rules import NonNegativeFloat, PositiveFloat, PositiveInt, Text, require
 from monta_megatron.common.text import counted
 from monta_megatron.planner.curves import (
     BY_NAME,
@@ -162,7 +157,7 @@ class Cluster:
             needed = "copy" if resource == "memory" else "alltoall"
             has_curve = any(key[:2] == (needed, resource) for key in keys)
             if resource not in self.links and not has_curve:
-                raise ValueError(
+                raise UserError(
                     f"{NAMES[resource]}: missing, must be given, or {needed} of it in curves"
                 )
         for *_, factor in self.contention:
@@ -219,7 +214,7 @@ class Cluster:
             ranks_per_node: of a node, or of a whole host; None for the whole node.
 
         Raises:
-            ValueError: a node has fewer, a host is used in part, or curves hold for another share
+            UserError: a node has fewer, a host is used in part, or curves hold for another share
                 of the network.
         """
         whole = self.ranks_per_node

@@ -52,7 +52,7 @@ def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file, or the preset of that name.
 
     Raises:
-        ValueError: one line that names the file, the key, the value and the rule.
+        UserError: one line that names the file, the key, the value and the rule.
     """
     path = files.find_config("clusters", path)
     cluster = strict_yaml.load(Cluster, path)

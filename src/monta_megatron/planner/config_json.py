@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from monta_megatron.common.errors import UserError
+
 # Parts of a config.json that hold keys of the text model, the outer ones first.
 PARTS = (
     *("thinker_config", "llm_config", "language_config", "text_config"),
@@ -94,11 +96,11 @@ def read_config(data: Any, file: str) -> tuple[str, dict[str, Any], tuple[str, .
         file: for messages.
 
     Raises:
-        ValueError: one line that names the file, the key, the value and the rule.
+        UserError: one line that names the file, the key, the value and the rule.
     """
     family = data.get("model_type") if isinstance(data, Mapping) else None
     if not isinstance(family, str) or not family.strip():
-        raise ValueError(f"{file}: model_type: got {family!r:.60}, must be the name of a family")
+        raise UserError(f"{file}: model_type: got {family!r:.60}, must be the name of a family")
 
     # Step 1: sizes, by the table.
     flat = dict(data)
@@ -149,14 +151,14 @@ def _first(flat: Mapping[str, Any], keys: str, file: str) -> Any:
     """The first value that is there; one number for a list that repeats it for every layer.
 
     Raises:
-        ValueError: layers differ.
+        UserError: layers differ.
     """
     for key in keys.split():
         value = flat.get(key)
         if isinstance(value, list):
             if not value or any(each != value[0] for each in value):
                 rule = "must be a number, or the same for each layer: Megatron's layers are alike"
-                raise ValueError(f"{file}: {key}: got a list of {len(value)} values, {rule}")
+                raise UserError(f"{file}: {key}: got a list of {len(value)} values, {rule}")
             value = value[0]
         if value is not None:
             return value

@@ -18,6 +18,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 
 from monta_megatron.chains.program import COLLECTIVES, PricedOperation, Resource
 from monta_megatron.common import files
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import PositiveFloat, PositiveInt, require
 
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
@@ -54,11 +55,11 @@ class Rate:
         """Read "100 Gb/s", "100 Gbit/s", "100 Gbps" or "12.5 GB/s".
 
         Raises:
-            ValueError: the text is no number above 0 with such a unit.
+            UserError: the text is no number above 0 with such a unit.
         """
         match = _RATE.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"rate: got {text!r}, must be {cls.RULE}")
+            raise UserError(f"rate: got {text!r}, must be {cls.RULE}")
         number, prefix, unit = match.groups()
         return cls(float(number) * _PREFIXES[prefix] / (1 if unit == "B/s" else 8))
 
@@ -118,7 +119,7 @@ class Curve:
         """Read "alltoall network 8 65536:41.5 1048576:80".
 
         Raises:
-            ValueError: the text is no such row.
+            UserError: the text is no such row.
         """
         operation, resource, group_size, *points = text.split()
         known = operation in get_args(PricedOperation) and resource in BY_NAME

@@ -95,7 +95,7 @@ class ParallelLayout:
         """Micro-batches of an iteration.
 
         Raises:
-            ValueError: they do not share its sequences evenly.
+            UserError: they do not share its sequences evenly.
         """
         size = model.micro_batch_size * self.dp
         rule = f"be a multiple of {size}, the sequences of a micro-batch on all data parallel ranks"

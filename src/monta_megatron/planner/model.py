@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.common import files, strict_yaml
+from monta_megatron.common.errors import UserError
 
 # Keys of a model file that are no arguments.
 OTHER_KEYS = ("source", "not_expressed")
@@ -118,7 +119,7 @@ class Reader:
             return default
         if value is None:
             self.require_spelling()
-            raise ValueError(f"{self._where}: {name}: missing, must be given")
+            raise UserError(f"{self._where}: {name}: missing, must be given")
         number = value if type(value) is int else None
         if isinstance(value, str) and value.strip().isdecimal():
             number = int(value)
@@ -134,29 +135,29 @@ class Reader:
         """Refuse an argument whose name is nearly that of one that is read.
 
         Raises:
-            ValueError: there is one; names it, and the one that may be meant.
+            UserError: there is one; names it, and the one that may be meant.
         """
         for name in self._arguments.keys() - self._read:
             # Closer than any two names of Megatron's that mean different things.
             for meant in get_close_matches(name, self._read, 1, 0.93):
-                raise ValueError(f"{self._where}: {name}: unknown; did you mean {meant}?")
+                raise UserError(f"{self._where}: {name}: unknown; did you mean {meant}?")
 
     def require(self, holds: bool, name: str, rule: str) -> None:
         """Refuse an argument that breaks a rule.
 
         Raises:
-            ValueError: it does; names where it was given, the argument, its value and the rule.
+            UserError: it does; names where it was given, the argument, its value and the rule.
         """
         if not holds:
             value = f"{self._arguments.get(name)!r:.60}"
-            raise ValueError(f"{self._where}: {name}: got {value}, must be {rule}")
+            raise UserError(f"{self._where}: {name}: got {value}, must be {rule}")
 
 
 def load_model(path: str | Path) -> Model:
     """Read a model file, a config.json of Hugging Face or its folder, or a preset.
 
     Raises:
-        ValueError: one line that names the file, the key, the value and the rule.
+        UserError: one line that names the file, the key, the value and the rule.
     """
     path = files.find_config("models", path)
     name, arguments, notes = _read(path)
@@ -167,7 +168,7 @@ def load_arguments(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Megatron's arguments of a model file, a config.json or a preset, and notes on the model.
 
     Raises:
-        ValueError: likewise; sizes are not checked.
+        UserError: likewise; sizes are not checked.
     """
     return _read(files.find_config("models", path))[1:]
 
@@ -180,7 +181,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any], tuple[str, ...]]:
         return read_config(files.read_json(path), str(path))
     data = strict_yaml.read(path)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
-        raise ValueError(f"{path}: must be Megatron's arguments by their names, or a config.json")
+        raise UserError(f"{path}: must be Megatron's arguments by their names, or a config.json")
     notes = (f"not expressed by Megatron's arguments: {x}" for x in data.get("not_expressed") or ())
     return path.stem, {n: data[n] for n in data if n not in OTHER_KEYS}, tuple(notes)
 
@@ -197,7 +198,7 @@ def model_of(
         notes: what a plan says of the model besides.
 
     Raises:
-        ValueError: one line that names `where`, an argument, its value and the rule.
+        UserError: one line that names `where`, an argument, its value and the rule.
     """
     arguments = {name.replace("_", "-"): value for name, value in arguments.items()}
     read = Reader(arguments, where)
@@ -300,7 +301,7 @@ def _moe_layers(read: Reader) -> list[bool]:
     """Layers with experts: [number of layers], in the model's order.
 
     Raises:
-        ValueError: a pattern is none of Megatron's forms, or one of other layers.
+        UserError: a pattern is none of Megatron's forms, or one of other layers.
     """
     for name in HYBRID_PATTERNS:
         if read.value(name) is not None:
@@ -336,7 +337,7 @@ def _value(node: ast.expr) -> Any:
     """An expression of integers, lists, + and *.
 
     Raises:
-        ValueError: it holds anything else.
+        UserError: it holds anything else.
     """
     match node:
         case ast.Constant(value=int(number)):
@@ -347,4 +348,4 @@ def _value(node: ast.expr) -> Any:
             return _value(left) + _value(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             return _value(left) * _value(right)
-    raise ValueError(f"got {ast.unparse(node)}, must be integers, lists, + and *")
+    raise UserError(f"got {ast.unparse(node)}, must be integers, lists, + and *")

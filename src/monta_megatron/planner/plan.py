@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.chains.program import LINKS, Resource
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import require
 from monta_megatron.common.text import counted, time_text
 from monta_megatron.core import Shape
@@ -271,7 +272,7 @@ def select_chain(
         num_chunks: the numbers of chunks to consider; a serial chain has one.
 
     Raises:
-        ValueError: no chain can run.
+        UserError: no chain can run.
     """
     reasons = {name: CHAINS[name].incompatibility(shape.layout) for name in chains}
     incompatible = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -282,7 +283,7 @@ def select_chain(
     ]
     if not prices:
         why = "; ".join(f"{name}: {reason}" for name, reason in incompatible.items())
-        raise ValueError(f"chains: none can run: {why}")
+        raise UserError(f"chains: none can run: {why}")
     prices.sort(key=lambda each: each.rank)
     # The plainest of those that do the same, in the same time, comes first.
     unlike: dict[tuple[float, float], Price] = {}
@@ -313,7 +314,7 @@ def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
         settings: passed to `select_chain`.
 
     Raises:
-        ValueError: no chain can run.
+        UserError: no chain can run.
     """
     selection = select_chain(shape, cluster, **settings)
     as_stock = cluster.as_stock
@@ -426,7 +427,7 @@ def share_of(
         benefit: of the plan.
 
     Raises:
-        ValueError: the exchanges of an iteration are not known.
+        UserError: the exchanges of an iteration are not known.
     """
     times = benefit.per_iteration
     rule = "be beside --global-batch-size, which says how many exchanges an iteration has"

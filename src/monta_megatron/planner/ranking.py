@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import counted, size_text, time_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, shape_of_layout, stages_of
@@ -149,7 +150,7 @@ def rank_layouts(
         pp: pipeline stages; None for as many as it takes.
 
     Raises:
-        ValueError: no layout fits.
+        UserError: no layout fits.
     """
     # Step 1: the first number of stages with which each exchange fits.
     fitting: dict[tuple[int, int, int], ParallelLayout] = {}
@@ -165,7 +166,7 @@ def rank_layouts(
             break
     if not fitting:
         needs = f"; the least needs {size_text(least_bytes)} of a rank"
-        raise ValueError(
+        raise UserError(
             f"world_size: got {world_size}, no (tp, ep, etp) with cp {cp} and pp {pp or 'any'} "
             f"fits {model.name} on {cluster.name}{needs if least_bytes < math.inf else ''}, beside "
             f"{HEADROOM:.0%} of headroom; more ranks may help"

@@ -16,6 +16,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from monta_megatron.common import files, strict_yaml
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import size_text, table
 from monta_megatron.common.torchrun import why_ended
 from monta_megatron.tools.launch.prepare import checked, free_directory, prepare
@@ -123,14 +124,14 @@ def run_trainings(
         tell: called with each line for the user.
 
     Raises:
-        ValueError: one line; something is wrong with the run, or monta or stock failed; trainings
+        UserError: one line; something is wrong with the run, or monta or stock failed; trainings
             after it were not started.
     """
     # Step 1: read the run file.
     file = str(files.find_config("runs", file))
     config = strict_yaml.load(RunConfig, file)
     if DISPATCHER in from_words(megatron):
-        raise ValueError(f"--{DISPATCHER}: got it after `--`, must be left out; all are compared")
+        raise UserError(f"--{DISPATCHER}: got it after `--`, must be left out; all are compared")
     directory = free_directory(f"{config.name}-compare", directory)
 
     # Step 2: train. A backend of flex may be installed and not run here.
@@ -145,7 +146,7 @@ def run_trainings(
         words = megatron_words(megatron, dispatcher, iterations)
         try:
             logs.setdefault(dispatcher, []).append(train(file, words, folder, force, tell))
-        except ValueError as error:
+        except UserError as error:
             if dispatcher != FLEX:
                 raise
             left_out[FLEX] = str(error)
@@ -203,7 +204,7 @@ def train(file: str, words: Sequence[str], folder: Path, force: bool, tell: Tell
     """Run one training in its folder, as `monta launch` does; returns its log.
 
     Raises:
-        ValueError: the run is refused, or it failed.
+        UserError: the run is refused, or it failed.
     """
     run = prepare(file, words, folder, dry_run=False)
     start = choose_start("torchrun" if run.config.layout.nodes == 1 else "srun", run, dry_run=False)
@@ -213,12 +214,12 @@ def train(file: str, words: Sequence[str], folder: Path, force: bool, tell: Tell
     path = folder / "logs" / "run.log"
     status = run_and_log(start_command(start, run), path, IterationLines(folder.name, tell))
     if status != 0:
-        raise ValueError(f"{folder.name} failed, {why_ended(status, path)}; log: {path}")
+        raise UserError(f"{folder.name} failed, {why_ended(status, path)}; log: {path}")
     log = read_log(path)
     if len(log.times_ms) <= NUM_WARMUP:
-        raise ValueError(f"{path}: must have times of more than {NUM_WARMUP} iterations")
+        raise UserError(f"{path}: must have times of more than {NUM_WARMUP} iterations")
     if not all(map(math.isfinite, log.losses.values())):
-        raise ValueError(f"{path}: must have losses that are finite")
+        raise UserError(f"{path}: must have losses that are finite")
     return log
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from monta_megatron.common import __version__
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import version_of
 from monta_megatron.common.text import WIDTH, table
 from monta_megatron.common.text import advice as nearest_of
@@ -56,7 +57,7 @@ def _megatron() -> Iterator[Finding]:
         from megatron.core.package_info import __version__ as version
     except ImportError as error:
         yield Finding("megatron-core", "missing", f"cannot be imported: {error}", WITH_TRAINING)
-    except ValueError as error:
+    except UserError as error:
         yield Finding("megatron-core", "missing", str(error))
     else:
         outside = "" if is_supported(version) else ", outside of the supported range"
@@ -161,9 +162,9 @@ def _options(words: Sequence[str]) -> Iterator[Finding]:
                 kind = KINDS[flags[flag].removeprefix("moe_monta_")]
                 by_flag[flags[flag]] = kind.read(value) if isinstance(value, str) else value
             elif flag.startswith("--moe-monta-"):
-                raise ValueError(f"{flag}: unknown; {nearest_of(flag, flags)}")
+                raise UserError(f"{flag}: unknown; {nearest_of(flag, flags)}")
         options = Options.of(SimpleNamespace(**by_variable | by_flag))
-    except ValueError as error:
+    except UserError as error:
         yield Finding("options", "missing", str(error))
         return
     for flag, name in flags.items():

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.text import Progress, table
 from monta_megatron.planner.cluster_file import load_cluster
@@ -132,11 +133,11 @@ def place(
         progress: told of every layer.
 
     Raises:
-        ValueError: one line: a file or value is wrong.
+        UserError: one line: a file or value is wrong.
     """
     # Step 1: the exchange.
     if out is not None and out.exists():
-        raise ValueError(f"--out: got {out}, must not exist")
+        raise UserError(f"--out: got {out}, must not exist")
     model, cluster = load_model(model_file), load_cluster(cluster_file)
     layout = ParallelLayout(world_size=cluster.num_ranks, ep=ep, etp=etp)
     exchange = exchange_of(layout, model.num_experts, cluster.ranks_per_node)
@@ -145,7 +146,7 @@ def place(
     if any(max(num, groups) % min(num, groups) for num in (ep, num_nodes)):
         problem = problem or f"the router has {groups} groups, which must stay together"
     if problem is not None:
-        raise ValueError(f"--ep: got {ep} on {num_nodes} nodes: {problem}")
+        raise UserError(f"--ep: got {ep} on {num_nodes} nodes: {problem}")
     parts = {"rank": ep, "node": num_nodes}
 
     def measure(routing_TE: RoutingMap) -> dict[str, float]:
@@ -194,13 +195,13 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
         Layer, counted from 0 -> [T, E] and [T, E], whether a token goes to an expert.
 
     Raises:
-        ValueError: one line that names the folder or the file, the value and the rule.
+        UserError: one line that names the folder or the file, the value and the rule.
     """
     # Step 1: the files, whose ranks are in the order of the stages.
     prefix = "router_trace_rank"
     paths = {int(path.stem[len(prefix) :]): path for path in folder.glob(f"{prefix}*.jsonl")}
     if not paths:
-        raise ValueError(
+        raise UserError(
             f"{folder}: must be a folder with {prefix}*.jsonl, which Megatron writes with "
             "--moe-routing-trace-path"
         )
@@ -216,7 +217,7 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
         expected = [n for n, has_experts in enumerate(model.moe_layers[stage]) if has_experts]
         by_layer = _read_file(path, model, tokens_of_file)
         if sorted(by_layer) != expected:
-            raise ValueError(
+            raise UserError(
                 f"{path}: got layers {sorted(by_layer)}, must be {expected}, those of "
                 f"{model.name} with experts at --pp {pp}, which must be the traced training's"
             )
@@ -226,7 +227,7 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
     # Step 3: split.
     num_tokens = min(sum(map(len, parts)) for parts in rows.values())
     if num_tokens < least_tokens:
-        raise ValueError(
+        raise UserError(
             f"{folder}: got {num_tokens:,} tokens of a layer, must be at least {least_tokens:,} "
             f"for top-{model.moe_router_topk} of {model.num_experts} experts; trace more steps"
         )
@@ -262,7 +263,7 @@ def _read_file(path: Path, model: Model, num_tokens: int) -> dict[int, RoutingMa
                 routing_NE = np.zeros((len(experts_NK), model.num_experts), dtype=np.bool_)
                 np.put_along_axis(routing_NE, experts_NK, True, axis=1)
             except (LookupError, TypeError, ValueError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{path}: line {number}: must be a record of Megatron's router trace, "
                     f"top-{model.moe_router_topk} of {model.num_experts} experts as in {model.name}"
                 ) from error

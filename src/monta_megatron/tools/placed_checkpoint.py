@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from monta_megatron.common import files
+from monta_megatron.common.errors import UserError
 
 # Layer -> [E] the expert at each position.
 Placement = Mapping[int, list[int]]
@@ -60,7 +61,7 @@ def read_placement(path: Path, *, undo: bool = False) -> Placement:
         undo: return the placement that undoes it.
 
     Raises:
-        ValueError: it is no such file.
+        UserError: it is no such file.
     """
     document = files.read_json(path)
     try:
@@ -70,7 +71,7 @@ def read_placement(path: Path, *, undo: bool = False) -> Placement:
             for layer, order in placement.items()
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: must be a file that `monta place --out` wrote") from error
+        raise UserError(f"{path}: must be a file that `monta place --out` wrote") from error
     return inverse if undo else placement
 
 
@@ -87,17 +88,17 @@ def apply_placement(checkpoint: Path, placement: Placement, out: Path) -> Path:
 
     Raises:
         OSError: it cannot be read or written.
-        ValueError: one line; nothing was written.
+        UserError: one line; nothing was written.
     """
     # Step 1: the index.
     source = iteration_folder(checkpoint)
     if out.exists() or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out: got {out}, must not exist, in a folder that does")
+        raise UserError(f"--out: got {out}, must not exist, in a folder that does")
     try:
         index = FileSystemReader(source).read_metadata()
         pieces = _pieces_of(index, placement)
     except (pickle.UnpicklingError, AttributeError, EOFError, ValueError) as error:
-        raise ValueError(f"{source / INDEX}: cannot be placed: {error}") from error
+        raise UserError(f"{source / INDEX}: cannot be placed: {error}") from error
 
     # Step 2: the files.
     with TemporaryDirectory(dir=out.absolute().parent, prefix=".monta_place_") as unfinished:
@@ -123,10 +124,10 @@ def iteration_folder(checkpoint: Path) -> Path:
     """The folder of the latest iteration of a checkpoint.
 
     Raises:
-        ValueError: there is none.
+        UserError: there is none.
     """
     if not (checkpoint / TRACKER).is_file():
-        raise ValueError(f"{checkpoint}: must be a folder for Megatron's --load, with {TRACKER}")
+        raise UserError(f"{checkpoint}: must be a folder for Megatron's --load, with {TRACKER}")
     iteration = (checkpoint / TRACKER).read_text().strip()
     return checkpoint / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration)
 
@@ -151,7 +152,7 @@ def _pieces_of(index: Metadata, placement: Placement) -> dict[MetadataIndex, _Pi
     """All pieces that a placement moves.
 
     Raises:
-        ValueError: the placement does not fit the checkpoint.
+        UserError: the placement does not fit the checkpoint.
     """
     pieces = {}
     experts: dict[int, set[int]] = {layer: set() for layer in placement}
@@ -163,7 +164,7 @@ def _pieces_of(index: Metadata, placement: Placement) -> dict[MetadataIndex, _Pi
                 experts[piece.layer].add(piece.offsets[piece.axis])
     for layer, order in placement.items():
         if sorted(experts[layer]) != sorted(order):
-            raise ValueError(
+            raise UserError(
                 f"layer {layer}: got {len(experts[layer])} experts that are stored one by one, "
                 f"must be {len(order)}, as in the placement"
             )
@@ -174,12 +175,12 @@ def _piece_of(key: MetadataIndex) -> _Piece | None:
     """The piece at a key of the index; None if it has nothing to do with experts.
 
     Raises:
-        ValueError: it cannot be told which expert it belongs to.
+        UserError: it cannot be told which expert it belongs to.
     """
     match = _PARAMETER.fullmatch(key.fqn)
     if match is None:
         if _REFUSED.fullmatch(key.fqn):
-            raise ValueError(
+            raise UserError(
                 f"{key.fqn} is not stored by expert; save with --no-save-optim or "
                 "--dist-ckpt-optim-fully-reshardable"
             )

@@ -45,7 +45,7 @@ def record(bench: Bench, meta: Mapping[str, Any], path: Path) -> None:
         path: of the trace.
 
     Raises:
-        ValueError: the file cannot be written; on the first rank.
+        UserError: the file cannot be written; on the first rank.
     """
     offset_us, clock = compare_clocks()
     spans_here: list[Span] = []

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import require
 from monta_megatron.common.text import WIDTH, table, time_text
 from monta_megatron.planner.curves import RESOURCE_NAMES
@@ -136,12 +137,12 @@ def of_trace(path: Path, chain: str | None = None) -> TimelineReport:
         chain: whose fastest row is drawn; None for the fastest of ours.
 
     Raises:
-        ValueError: the file is missing or wrong, or has no such row.
+        UserError: the file is missing or wrong, or has no such row.
     """
     trace = Trace.load(path)
     ours = {name: row for name, row in trace.rows.items() if not name.startswith("stock ")}
     if not ours:
-        raise ValueError(f"{path}: has no row of a chain, must be recorded with --chains")
+        raise UserError(f"{path}: has no row of a chain, must be recorded with --chains")
     # A name is "hierarchical_alltoall in 4 chunks".
     names = [name for name in ours if chain is None or chain in name.split()]
     require(bool(names), "--chain", chain, f"have a row in {path}: {', '.join(ours)}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from monta_megatron.chains.program import Resource
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import read_text, write_whole
 from monta_megatron.planner.curves import RESOURCE_NAMES
 
@@ -125,7 +126,7 @@ class Trace:
         """Read a file of `save`.
 
         Raises:
-            ValueError: one line that names the file and what is wrong with it.
+            UserError: one line that names the file and what is wrong with it.
         """
         text = read_text(path, "a trace of monta bench --trace")
         try:
@@ -137,7 +138,7 @@ class Trace:
             title, ranks = about.pop("title"), tuple(about.pop("ranks"))
             return cls(title=title, ranks=ranks, spans=spans, about=about)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}: is no trace, must be one that monta bench --trace has written"
             ) from error
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.planner.model import Reader, model_of
 from monta_megatron.tools.launch.run_config import DISPATCHER, PARALLEL_ARGUMENTS
 from monta_megatron.tools.plan.request import PlanRequest
@@ -101,7 +102,7 @@ class TrainingLog:
         """The request with what the log says; what the request says itself stays.
 
         Raises:
-            ValueError: the log lacks an argument.
+            UserError: the log lacks an argument.
         """
         read = Reader(self.arguments, "--log")
         sizes: dict[str, Any] = {
@@ -112,7 +113,7 @@ class TrainingLog:
         sizes["tp"] = sizes["tp"] or 1
         sizes["etp"] = sizes["etp"] or sizes["tp"]
         if sizes["world_size"] is None:
-            raise ValueError("--world-size: not given, must be, as the log names none")
+            raise UserError("--world-size: not given, must be, as the log names none")
         model = model_of(self.arguments, "the training of the log", "--log")
         return replace(request, model=model, **sizes)
 
@@ -132,14 +133,14 @@ def read_log(path: Path) -> TrainingLog:
     """Read the log of a training.
 
     Raises:
-        ValueError: it cannot be read, or holds no timed iteration.
+        UserError: it cannot be read, or holds no timed iteration.
     """
     try:
         log = parse_log(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     if not log.times_ms:
-        raise ValueError(
+        raise UserError(
             f"{path}: holds no `iteration N/ M | ... elapsed time per iteration (ms): X |`, must "
             "be the text, not packed, that Megatron-LM or Megatron Bridge printed"
         )

@@ -35,7 +35,7 @@ def is_fused(choice: str, device: str) -> bool:
     """Whether `--moe-monta-kernels` selects Triton kernels on this type of device.
 
     Raises:
-        ValueError: the option requires them and they cannot run.
+        UserError: the option requires them and they cannot run.
     """
     if choice == "torch":
         return False
@@ -57,7 +57,7 @@ def agreed_kernels(choice: str, device: str, group: dist.ProcessGroup) -> tuple[
         cannot run Triton kernels.
 
     Raises:
-        ValueError: the option requires them and some rank cannot run them.
+        UserError: the option requires them and some rank cannot run them.
     """
     if choice == "torch" or device != "cuda":
         return choice, None

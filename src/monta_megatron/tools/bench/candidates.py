@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import program
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.ranks import consecutive_nodes
 from monta_megatron.core import Choice, Layout
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
@@ -142,7 +143,7 @@ def with_candidates(bench: Bench) -> Bench:
     """Add stock's dispatchers, then ours, then ours with experts inside.
 
     Raises:
-        ValueError: a chain that was asked for by name cannot run here.
+        UserError: a chain that was asked for by name cannot run here.
     """
     settings = bench.settings
     candidates = [stock_candidate(bench, name) for name in settings.stock]
@@ -151,7 +152,7 @@ def with_candidates(bench: Bench) -> Bench:
         for choice in settings.choices(overlaps):
             try:
                 candidates.append(monta_candidate(bench, choice, overlaps))
-            except ValueError as error:
+            except UserError as error:
                 if not settings.skip_incompatible:
                     raise
                 skipped[AUTO if choice is None else choice.chain] = str(error)
@@ -177,7 +178,7 @@ def monta_candidate(bench: Bench, choice: Choice | None, overlaps: bool = False)
         overlaps: whether the experts may run inside its pipeline.
 
     Raises:
-        ValueError: the chain cannot run here.
+        UserError: the chain cannot run here.
     """
     # Without costs nothing is predicted, and auto chooses by a guess.
     emulated = bench.emulated and default_costs(bench.emulated)
@@ -369,7 +370,7 @@ def build_dispatcher(
         options: of ours, named without "moe_monta_"; None means not given.
 
     Raises:
-        ValueError: an option is wrong, or the chain cannot run on this layout.
+        UserError: an option is wrong, or the chain cannot run on this layout.
     """
     config, groups = layer_config(settings), groups or get_default_pg_collection()
     for name, value in options.items():

@@ -79,7 +79,7 @@ def measure_point(
         build: adds the dispatchers.
 
     Raises:
-        ValueError: a setting cannot run here.
+        UserError: a setting cannot run here.
         MismatchError: a candidate gives other results than stock alltoall; nothing was timed.
     """
     # Step 1: build, and tune.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import listed, name_of, num_tokens, positive, whole
 from monta_megatron.core import Choice
 
@@ -146,7 +147,7 @@ def parse_settings(texts: Mapping[str, Any], world_size: int) -> Settings:
         world_size: ranks of the launch.
 
     Raises:
-        ValueError: a flag is wrong; names the flag, the value and the rule.
+        UserError: a flag is wrong; names the flag, the value and the rule.
     """
     given: dict[str, Any] = {name: bool(texts.get(name)) for name in ("layer", "overlap_experts")}
     for name, flag in FLAGS.items():
@@ -155,10 +156,10 @@ def parse_settings(texts: Mapping[str, Any], world_size: int) -> Settings:
         try:
             given[key] = None if text is None else flag.read(text)
         except argparse.ArgumentTypeError as error:
-            raise ValueError(f"--{name}: {error}") from error
+            raise UserError(f"--{name}: {error}") from error
     for key in ("experts", "top_k", "hidden", "tokens"):
         if given[key] is None:
-            raise ValueError(f"--{key.replace('_', '-')}: not given, must be an integer >= 1")
+            raise UserError(f"--{key.replace('_', '-')}: not given, must be an integer >= 1")
     given["etp"] = given["etp"] or given["tp"]
     given["ep"] = given["ep"] or max(world_size // given["etp"], 1)
     given["ffn_hidden"] = given["ffn_hidden"] or given["hidden"]
@@ -170,7 +171,7 @@ def parse_settings(texts: Mapping[str, Any], world_size: int) -> Settings:
     for key, holds, rule in _rules(settings, world_size):
         if not holds:
             name = key.replace("_", "-")
-            raise ValueError(f"--{name}: got {getattr(settings, key)}, must {rule}")
+            raise UserError(f"--{name}: got {getattr(settings, key)}, must {rule}")
     return settings
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import nearest
 
 # Arguments that TransformerConfig refuses where Transformer Engine is not installed.
@@ -65,7 +66,7 @@ def check(words: Sequence[str]) -> Answer:
         if unknown:
             return Answer(megatron=version, problem=_unknown(unknown[0], parser, version))
         check_arguments(parsed)
-    except ValueError as error:
+    except UserError as error:
         return Answer(megatron=version, problem=str(error))
     except Exception as error:  # noqa: BLE001 - a converter of Megatron's fails in its own way
         return Answer(megatron=version, problem=f"{type(error).__name__}: {error}")
@@ -76,7 +77,7 @@ def check(words: Sequence[str]) -> Answer:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
+        raise UserError(message.removeprefix("argument "))
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser, version: str) -> str:

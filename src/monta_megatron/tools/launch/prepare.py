@@ -12,6 +12,7 @@ from typing import Any
 
 from monta_megatron.chains import CHAINS, chunks_of
 from monta_megatron.common import files, strict_yaml
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import counted, one_of
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.cluster_file import load_cluster
@@ -111,7 +112,7 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
         dry_run: whether the script may be missing.
 
     Raises:
-        ValueError: one line that names the file, the key, the value and the rule.
+        UserError: one line that names the file, the key, the value and the rule.
     """
     file = str(files.find_config("runs", file))
     config = strict_yaml.load(RunConfig, file)
@@ -123,9 +124,9 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
         plan, notes_of_plan = plan_run(config, arguments)
         missing = _missing_script(config)
         if missing is not None and not dry_run:
-            raise ValueError(missing)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+            raise UserError(missing)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
     return Run(
         config=config,
         arguments=arguments,
@@ -149,7 +150,7 @@ def plan_run(config: RunConfig, arguments: Arguments) -> tuple[Plan | None, tupl
         The plan, or None where there is nothing to plan; notes for the user.
 
     Raises:
-        ValueError: model, cluster, layout and arguments do not fit each other.
+        UserError: model, cluster, layout and arguments do not fit each other.
     """
     if arguments.get(DISPATCHER) != DISPATCHER_TYPE:
         return None, (f"no plan: {DISPATCHER} is not {DISPATCHER_TYPE}",)
@@ -172,8 +173,8 @@ def plan_run(config: RunConfig, arguments: Arguments) -> tuple[Plan | None, tupl
     # Step 2: plan the exchange that the dispatcher will have to plan.
     try:
         planned = plan_request(request, node_size, chains=chains, num_chunks=num_chunks)
-    except ValueError as error:
-        raise ValueError(f"layout: {error}") from error
+    except UserError as error:
+        raise UserError(f"layout: {error}") from error
     notes = list(planned.plan.notes)
     node_size = node_size or planned.cluster.ranks_per_node
     if node_size != layout.ranks_per_node:
@@ -192,7 +193,7 @@ def _candidates(read: Reader) -> tuple[tuple[str, ...], tuple[int, ...]]:
     if chain == AUTO:
         return tuple(CHAINS), NUM_CHUNKS if num_chunks is None else (num_chunks,)
     if chain not in known:
-        raise ValueError(f"--moe-monta-chain: got {chain}, must be {one_of(chain, known)}")
+        raise UserError(f"--moe-monta-chain: got {chain}, must be {one_of(chain, known)}")
     return (chain,), (chunks_of(CHAINS[chain], num_chunks, f"--{name}"),)
 
 
@@ -200,11 +201,11 @@ def free_directory(name: str, given: Path | None) -> Path:
     """The run's directory: one that does not exist yet, or is empty. Nothing is written.
 
     Raises:
-        ValueError: the given one is not empty, or not a folder.
+        UserError: the given one is not empty, or not a folder.
     """
     if given is not None:
         if given.exists() and (not given.is_dir() or any(given.iterdir())):
-            raise ValueError(f"--run-directory: got {given}, must be a new or an empty folder")
+            raise UserError(f"--run-directory: got {given}, must be a new or an empty folder")
         return given.absolute()
     first = Path("runs", name).absolute()
     others = (first.with_name(f"{name}-{number}") for number in count(2))
@@ -261,19 +262,19 @@ def checked(run: Run, force: bool = False) -> Run:
         force: go on where Megatron's validation refuses the arguments taken together.
 
     Raises:
-        ValueError: Megatron refuses an argument, named with the nearest one that exists, or all of
+        UserError: Megatron refuses an argument, named with the nearest one that exists, or all of
             them together.
     """
     answer = _ask(run)
     if answer.problem is not None:
-        raise ValueError(answer.problem)
+        raise UserError(answer.problem)
     notes = list(run.notes)
     if answer.unchecked is not None:
         notes.append(f"not checked: {answer.unchecked}")
     if answer.refusal is not None:
         refusal = f"Megatron refuses this, if ranks are as here: {answer.refusal}"
         if not force:
-            raise ValueError(f"{refusal}; --force goes on where the ranks are not as here")
+            raise UserError(f"{refusal}; --force goes on where the ranks are not as here")
         notes.append(refusal)
     return replace(run, megatron=answer.megatron, notes=tuple(notes))
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import PositiveInt, Rule, Text
 from monta_megatron.integration.options import DISPATCHER_TYPE
 from monta_megatron.planner.layout import ParallelLayout
@@ -159,7 +160,7 @@ def from_words(words: Sequence[str]) -> Arguments:
     """The arguments of a command line; `--name false` leaves out one of the file.
 
     Raises:
-        ValueError: the first word is not an argument's name.
+        UserError: the first word is not an argument's name.
     """
     values: dict[str, list[str]] = {}
     name = None
@@ -168,7 +169,7 @@ def from_words(words: Sequence[str]) -> Arguments:
             name, has_value, value = word.removeprefix("--").partition("=")
             values[key_of(name)] = [value] if has_value else []
         elif name is None:
-            raise ValueError(f"got {word!r} after --, must be arguments of Megatron: --lr 1e-4")
+            raise UserError(f"got {word!r} after --, must be arguments of Megatron: --lr 1e-4")
         else:
             values[key_of(name)].append(word)
     return {name: _value_of(words) for name, words in values.items()}
@@ -205,7 +206,7 @@ def merge(
         arguments; notes on the model, and what was left out and why.
 
     Raises:
-        ValueError: the layout contradicts its number of ranks.
+        UserError: the layout contradicts its number of ranks.
     """
     # Step 1: the script's arguments may be given after `--` too.
     given = dict(command_line)
@@ -235,8 +236,8 @@ def merge(
     others = {name: value for name, value in arguments.items() if name not in of_layout}
     try:
         layout = replace(config.layout, **sizes)
-    except ValueError as error:
-        raise ValueError(f"layout.{error}") from error
+    except UserError as error:
+        raise UserError(f"layout.{error}") from error
     resolved = replace(
         config,
         layout=layout,
@@ -257,7 +258,7 @@ def replaced(value: Any, variables: Mapping[str, str], key: str = "") -> Any:
         key: path of the value, for messages.
 
     Raises:
-        ValueError: a variable is not set.
+        UserError: a variable is not set.
     """
     if isinstance(value, Mapping):
         path = f"{key}." if key else ""
@@ -268,5 +269,5 @@ def replaced(value: Any, variables: Mapping[str, str], key: str = "") -> Any:
         return value
     for name in VARIABLE.findall(value):
         if name not in variables:
-            raise ValueError(f"{key}: got {value}, {name} must be set")
+            raise UserError(f"{key}: got {value}, {name} must be set")
     return VARIABLE.sub(lambda match: variables[match[1]], value)

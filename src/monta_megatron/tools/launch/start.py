@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from monta_megatron.common import files, strict_yaml
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import commit, versions
 from monta_megatron.common.torchrun import why_ended
 from monta_megatron.exchange import launch_order
@@ -218,7 +219,7 @@ def launch(
         output: gets what the ranks print.
 
     Raises:
-        ValueError: one line; nothing was started.
+        UserError: one line; nothing was started.
     """
     # Step 1: check, plan and write.
     run = prepare(file, words, directory, dry_run)
@@ -262,18 +263,18 @@ def choose_start(given: Start | None, run: Run, dry_run: bool) -> Start:
     """Start of the run: as given, or else by torchrun on one node and by sbatch on several.
 
     Raises:
-        ValueError: it cannot be started that way from here.
+        UserError: it cannot be started that way from here.
     """
     nodes = run.config.layout.nodes
     start: Start = given or ("torchrun" if nodes == 1 else "sbatch")
     if start == "torchrun" and nodes > 1:
-        raise ValueError(
+        raise UserError(
             f"--start: got torchrun, which starts one node, must be srun or sbatch for {nodes}; or "
             "write the run with --start none and, on every node, NODE_RANK=N MASTER_ADDR=HOST bash "
             "run.sh"
         )
     if start in ("srun", "sbatch") and shutil.which(start) is None and not dry_run:
-        raise ValueError(
+        raise UserError(
             f"--start: {start} not found; on a machine without Slurm `monta launch --start none` "
             "writes the run and starts nothing"
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from monta_megatron.common import files, strict_yaml
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import require
 from monta_megatron.common.text import counted, size_text, table
 from monta_megatron.core import Choice
@@ -160,14 +161,14 @@ def sweep(request: PlanRequest, key: str, values: Sequence[Any]) -> SweepReport:
     """Plan for each value.
 
     Raises:
-        ValueError: a value cannot be planned.
+        UserError: a value cannot be planned.
     """
     rows = []
     for value in values:
         try:
             plan = plan_request(replace(request, **{key.replace("-", "_"): value})).plan
-        except ValueError as problem:
-            raise ValueError(f"--sweep {key}={value}: {problem}") from problem
+        except UserError as problem:
+            raise UserError(f"--sweep {key}={value}: {problem}") from problem
         names = ("chain", "num_chunks", "predicted_us", "stock_us")
         row = {"value": value, **{name: getattr(plan, name) for name in names}}
         rows.append({**row, "ratio": row["stock_us"] / row["predicted_us"]})
@@ -190,7 +191,7 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
     """Write the run file of a plan.
 
     Raises:
-        ValueError: the ranks do not fill hosts, or the file cannot be written.
+        UserError: the ranks do not fill hosts, or the file cannot be written.
     """
     layout, cluster, plan = planned.layout, planned.cluster, planned.plan
     on_host = min(cluster.ranks_per_host or cluster.ranks_per_node, layout.world_size)

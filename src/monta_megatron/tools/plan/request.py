@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
@@ -88,7 +89,7 @@ def plan_request(request: PlanRequest, node_size: int | None = None, **settings:
         settings: arguments of `planner.plan.select_chain`.
 
     Raises:
-        ValueError: a file or a size is wrong, no layout fits, or no chain can run.
+        UserError: a file or a size is wrong, no layout fits, or no chain can run.
     """
     # Step 1: model and cluster.
     model = request.model if isinstance(request.model, Model) else load_model(request.model)
@@ -114,7 +115,7 @@ def plan_request(request: PlanRequest, node_size: int | None = None, **settings:
         ranking = rank_layouts(model, cluster, world_size, request.tokens, **sizes)
         layout = ranking[0]
     if problem := layout.incompatibility(model):
-        raise ValueError(problem)
+        raise UserError(problem)
 
     # Step 3: the chain.
     shape = shape_of_layout(model, layout, node_size or cluster.ranks_per_node, request.tokens)
