@@ -48,11 +48,11 @@ def test_hand_worked_two_chunks() -> None:
     bound = CHAIN.bind(layout_of(2, 1, 2), counts, num_chunks=2)
     pack, exchange, gather, order = bound.stages
 
-    # The first chunk takes two thirds of every count: rounded down for the first expert, one
-    # third of a row more for the second.
-    assert rows_of(pack.segments, 0) == [0, 2, 3, 4, 7]  # a b b b d
-    assert rows_of(pack.segments, 1) == [1, 5, 6, 8]  # a b c d
-    assert exchange.send.tolist() == [[4, 1], [2, 2]]
+    # The first chunk takes two thirds of every count: rounded to the nearest row for the first
+    # expert, up for the second.
+    assert rows_of(pack.segments, 0) == [0, 2, 3, 4, 6, 7, 8]  # a b b b c d d
+    assert rows_of(pack.segments, 1) == [1, 5]  # a b
+    assert exchange.send.tolist() == [[4, 3], [2, 0]]
     assert exchange.receive.tolist() == [[4, 3], [2, 1]]
     assert gather.receive.tolist() == [[7], [3]]
     # On the experts' side: expert 0 from rank 0 (2 rows) and rank 1 (3), then expert 1 (4, 1).
@@ -71,9 +71,9 @@ def test_one_chunk_copies_nothing_on_the_way_in() -> None:
 
 
 def test_remainders_do_not_gather_in_one_chunk() -> None:
-    # Eight experts with one row each, four chunks: two rows in each chunk.
-    chunks = np.diff(split(np.ones(8, dtype=np.int64), 4), axis=0)
-    assert chunks.sum(axis=1).tolist() == [2, 2, 2, 2]
+    # Eight experts with one row each are split as eight rows of one expert are.
+    for rows in (np.ones(8, dtype=np.int64), np.array([8])):
+        assert np.diff(split(rows, 4), axis=0).sum(axis=1).tolist() == [2, 3, 2, 1]
 
 
 def test_the_last_chunk_is_smaller_and_first_on_the_way_back() -> None:

@@ -15,9 +15,9 @@ Order of rows (ETP rank g, source EP rank d, local expert l; r: the tokens of on
     expert side       (l, g, d, r)      stock's order, all chunks
 
 Hand-worked: EP 2, ETP 1, L = 2, two chunks; this rank holds rows [a a b b b b | c d d] for the
-experts 0 1 | 2 3. Chunk 0 takes two thirds of each count, plus a third of a row for the second
-expert of a rank, rounded down: 1 of a, 3 of b, 0 of c, 1 of d. Chunk 1 takes the rest. So A2A
-sends [4, 1] rows, then [2, 2].
+experts 0 1 | 2 3. Chunk 0 takes two thirds of each count, rounded to the nearest row for the first
+expert of a rank and up for the second: 1 of a, 3 of b, 1 of c, 2 of d. Chunk 1 takes the rest. So
+A2A sends [4, 3] rows, then [2, 0].
 """
 
 import numpy as np

@@ -31,8 +31,9 @@ def split(rows: RowCounts, num_chunks: int) -> RowCounts:
     """Split every count into `num_chunks` shares: equal ones, and a last one of half their size.
 
     Each source's rows for each expert are split separately, so a chunk holds the same share of all
-    of them, and every rank knows every split from the counts alone. The remainders of neighbouring
-    experts fall into different chunks; otherwise the last chunk would collect them all.
+    of them, and every rank knows every split from the counts alone. The first count is rounded to
+    the nearest row. The remainders of neighbouring experts fall into different chunks; otherwise
+    one chunk would collect them all.
 
     The last chunk is smaller because nothing hides the copies after its collective; transposed
     passes start with it (`chains/lower.py`).
@@ -48,7 +49,8 @@ def split(rows: RowCounts, num_chunks: int) -> RowCounts:
     steps = 2 * np.arange(num_chunks + 1).reshape(-1, *[1] * rows.ndim)
     if np.issubdtype(rows.dtype, np.floating):
         return np.minimum(steps * rows / halves, rows)
-    return np.minimum((steps * rows + np.arange(rows.shape[-1]) % halves) // halves, rows)
+    remainders = np.arange(num_chunks - 1, num_chunks - 1 + rows.shape[-1]) % halves
+    return np.minimum((steps * rows + remainders) // halves, rows)
 
 
 # Tokens are counted in at least this many blocks for several chunks, which consist of whole blocks.
@@ -62,9 +64,8 @@ def blocks_for(num_chunks: int) -> int:
 
 @cache
 def first_blocks(num_blocks: int, num_chunks: int) -> NDArray[np.int64]:
-    """[C] first block of each chunk, where chunks consist of whole blocks; see `split`."""
-    first = np.rint(2 * num_blocks * np.arange(num_chunks) / (2 * num_chunks - 1))
-    return first.astype(np.int64)
+    """[C] first block of each chunk, where chunks consist of whole blocks."""
+    return split(np.array([num_blocks]), num_chunks)[:-1, 0]
 
 
 def starts_of(lengths: RowCounts) -> RowCounts:
