@@ -23,7 +23,6 @@ from monta_megatron.cli import main
 from monta_megatron.cli.on_ranks import (
     add_bench_arguments,
     joined_launch,
-    run_as_rank,
     world_size_of_launch,
 )
 from monta_megatron.cli.parser import Parser
@@ -107,7 +106,7 @@ def start(study: Study = SWEEP) -> int:
 
 def _run(parsed: argparse.Namespace, study: Study) -> int:
     if parsed.report is None:
-        return run_as_rank(lambda: _measure(parsed, study))
+        return _measure(parsed, study)
     check_can_plot(parsed.plot)
     _report(Path(parsed.report), parsed.plot, study)
     return 0

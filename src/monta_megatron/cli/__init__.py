@@ -8,6 +8,7 @@ else. Imports wait for `main`, before which Ctrl-C shows Python's traceback.
 import os
 import signal
 import sys
+import time
 
 from monta_megatron.common.errors import UserError
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-# Modules here, and the sub-commands whose flags they add and which they run.
+# Modules here -> their sub-commands. For each NAME a module has `add_NAME_arguments`, `run_NAME`,
+# and perhaps `check_NAME`, with which `emulate` finds mistakes before any rank starts.
 COMMANDS = {
     "planning": ("plan", "timeline", "place"),
     "on_ranks": ("calibrate", "bench", "emulate"),
@@ -26,6 +28,8 @@ COMMANDS = {
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.
 INTERRUPTED, UNREAD = 130, 141
+# Seconds in which an interrupt of a launch reaches all of its ranks.
+INTERRUPT_REACHES_ALL_S = 1.0
 
 
 def build_parser() -> "ArgumentParser":
@@ -60,21 +64,27 @@ def main(arguments: "Sequence[str] | None" = None, parser: "ArgumentParser | Non
     """
     words = sys.argv[1:] if arguments is None else arguments
     command = " ".join(["monta", *words[:1]])
-    is_first_rank = os.environ.get("RANK", "0") == "0"
+    rank = os.environ.get("RANK")
+    interrupted = False
 
     def interrupt(number: int, frame: "FrameType | None") -> None:
+        nonlocal interrupted
+        interrupted = True
+        if rank is not None:
+            # A launcher passes on what has reached this rank already.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         # An import may lose the exception, or make it an ImportError.
         while frame is not None:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
-                if is_first_rank:
+                if rank in (None, "0"):
                     os.write(2, f"{command}: interrupted\n".encode())
                 os._exit(INTERRUPTED)
             frame = frame.f_back
         raise KeyboardInterrupt
 
     handler_before = signal.getsignal(signal.SIGINT)
-    # A background job of a shell ignores it.
-    if handler_before is signal.default_int_handler:
+    # A background job of a shell ignores it; a launcher that is one passes it on to its ranks.
+    if rank is not None or handler_before is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
         from monta_megatron.common import ranks
@@ -83,6 +93,14 @@ def main(arguments: "Sequence[str] | None" = None, parser: "ArgumentParser | Non
             parsed = (parser or build_parser()).parse_args(words)
             command = f"monta {parsed.command}"
             return int(parsed.run(parsed))
+        except RuntimeError:
+            # A rank that has lost its peers may be the last to be interrupted; and autograd may
+            # raise the error about lost peers in place of the interrupt.
+            if rank is not None:
+                time.sleep(INTERRUPT_REACHES_ALL_S)
+            if interrupted:
+                raise KeyboardInterrupt from None
+            raise
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -99,9 +117,9 @@ def main(arguments: "Sequence[str] | None" = None, parser: "ArgumentParser | Non
         ranks.report(f"{command}: {error}")
         return 2
     except KeyboardInterrupt:
-        # A launcher passes on what has reached this process already.
+        # Nothing interrupts the line.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if is_first_rank:
+        if rank in (None, "0"):
             print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     finally:

@@ -2,15 +2,14 @@
 
 import argparse
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from monta_megatron.cli.parser import Parser, only_the_report
 from monta_megatron.common.errors import UserError
@@ -23,7 +22,6 @@ from monta_megatron.tools.bench.settings import FLAGS, parse_settings
 if TYPE_CHECKING:
     import torch
 
-INTERRUPT_REACHES_ALL_S = 1.0
 # Addresses are 10.77.NODE.1; each rank takes two of the 1,024 files that a process may open.
 MOST_NODES, MOST_RANKS = 250, 400
 
@@ -52,51 +50,22 @@ def joined_launch(command: str) -> "Iterator[tuple[torch.device, Progress]]":
 
     Args:
         command: the sub-command of `monta`, for the lines that the first rank shows.
+
+    Raises:
+        SystemExit: with status 1, where results differ from stock's; the first rank prints them.
     """
     from monta_megatron.exchange.collectives import join_launch
 
-    with only_the_report():
-        device = join_launch(int(os.environ.get("LOCAL_RANK", "0")))
-        yield device, Progress(command if is_first_rank() else None)
-
-
-def run_as_rank(run: Callable[[], int]) -> int:
-    """Run a command on every rank of a launch, so that Ctrl-C and failures end all of it in order.
-
-    Args:
-        run: the command; returns the exit status. Raises UserError for a user's mistake, and
-            MismatchError where results differ from stock's, which the first rank prints.
-    """
-    interrupted = False
-
-    def interrupt(*signal_and_frame: Any) -> None:
-        nonlocal interrupted
-        interrupted = True
-        # A launcher passes on what has reached this rank already.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    handler_before = signal.signal(signal.SIGINT, interrupt)
     try:
-        status = run()
+        with only_the_report():
+            device = join_launch(int(os.environ.get("LOCAL_RANK", "0")))
+            yield device, Progress(command if is_first_rank() else None)
     except MismatchError as error:
-        status = 1
         if is_first_rank():
-            print(f"monta bench: results differ, nothing was timed\n{error}", file=sys.stderr)
-    except RuntimeError:
-        # An interrupted launch ends rank by rank, so it is no fault that this rank lost its peers:
-        # its own interrupt may still be on its way, or autograd may have replaced it by the error
-        # about the lost peers.
-        time.sleep(INTERRUPT_REACHES_ALL_S)
-        if interrupted:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        if not interrupted:
-            signal.signal(signal.SIGINT, handler_before)
-    if status != 0 and not is_first_rank():
-        linger()
-    return status
+            print(f"monta {command}: results differ, nothing was timed\n{error}", file=sys.stderr)
+        else:
+            linger()
+        sys.exit(1)
 
 
 def add_calibrate_arguments(parser: Parser) -> None:
@@ -128,10 +97,6 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
           monta calibrate --out cluster.yaml
     """
     begin_s = time.perf_counter()
-    return run_as_rank(lambda: _calibrate(parsed, begin_s))
-
-
-def _calibrate(parsed: argparse.Namespace, begin_s: float) -> int:
     from monta_megatron.common.files import check_can_be_written, write_whole
     from monta_megatron.emulation.cluster import EmulatedCluster
     from monta_megatron.planner.cluster_file import dump_cluster
@@ -211,10 +176,6 @@ def run_bench(parsed: argparse.Namespace) -> int:
           monta bench --experts 64 --top-k 8 --hidden 1024 --tokens 512 --json
     many points and their tables: benchmarks/sweep.py in the repository
     """
-    return run_as_rank(lambda: _bench(parsed))
-
-
-def _bench(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.files import check_can_be_written
     from monta_megatron.planner.cluster_file import load_cluster
 
@@ -261,15 +222,15 @@ def run_emulate(parsed: argparse.Namespace) -> int:
     rule = f"be at most {MOST_NODES}, of {MOST_RANKS} ranks"
     fits = nodes <= MOST_NODES and num_ranks <= MOST_RANKS
     require(fits, "--nodes", f"{nodes} of {ranks_per_node}", rule)
-    command = _checked(parsed.cmd, num_ranks)
+    command = _rank_command(parsed.cmd, num_ranks)
     cluster = EmulatedCluster(nodes=nodes, ranks_per_node=ranks_per_node, inter_mbit=inter_mbit)
     emulator = [sys.executable, "-m", "monta_megatron.emulation.emulator"]
     as_json = ["--json"] if parsed.json else []
     return run_in_sandbox([*emulator, *as_json, cluster.to_json(), *command])
 
 
-def _checked(words: Sequence[str], num_ranks: int) -> list[str]:
-    """The command that every rank starts, with a mistake found before that where it is cheap.
+def _rank_command(words: Sequence[str], num_ranks: int) -> list[str]:
+    """Arguments of Python on every rank; mistakes in them are found before any rank starts.
 
     Raises:
         UserError: it cannot start.

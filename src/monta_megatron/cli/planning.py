@@ -33,8 +33,8 @@ FLAGS = {
     "global-batch-size": (whole(1), "sequences of an iteration, for what it gains"),
 }
 SWEPT = ("tokens", "world-size", "ep")
-# Flags of `plan` that do not go with another.
-APART = {
+# Flag of `plan` -> flags that must be left out with it.
+EXCLUDED_WITH = {
     "log": ("model", "iteration-ms", "sweep", "out"),
     "sweep": ("chain", "iteration-ms", "out", "stages"),
     "out": ("tokens",),
@@ -73,27 +73,19 @@ def run_plan(parsed: argparse.Namespace) -> int:
       monta plan --model qwen3_30b_a3b --cluster a100_hdr --world-size 32 --ep 16 \\
           --sweep tokens=512,1k,2k,4k,8k
     """
-    needed = ("cluster",) if parsed.log is not None else FILES
-    _check_given(parsed, needed, (), "a file or a preset")
-    for flag, others in APART.items():
-        if getattr(parsed, flag) is not None:
-            _check_given(parsed, (), others, f"with --{flag}")
-    if parsed.out is not None and parsed.out.exists():
-        raise UserError(f"--out: got {parsed.out}, must not exist")
+    _check_plan(parsed)
     from monta_megatron.planner.plan import share_of
     from monta_megatron.tools.plan.report import PlanReport
     from monta_megatron.tools.plan.request import PlanRequest, plan_request
 
     names = (name.replace("-", "_") for name in (*FILES, *FLAGS))
     request = PlanRequest(**{name: getattr(parsed, name) for name in names})
-    iteration_ms, ran = parsed.iteration_ms, "alltoall"
     if parsed.sweep is not None:
         from monta_megatron.tools.plan.report import sweep
 
-        if parsed.sweep[0] != "ep":
-            _check_given(parsed, ("ep",), (), "with --sweep")
         print_report(sweep(request, *parsed.sweep), parsed.json)
         return 0
+    iteration_ms, ran = parsed.iteration_ms, "alltoall"
     if parsed.log is not None:
         from monta_megatron.tools.training_log import read_log
 
@@ -111,6 +103,22 @@ def run_plan(parsed: argparse.Namespace) -> int:
     report = PlanReport(planned=planned, share=share, chain=parsed.chain, with_stages=parsed.stages)
     print_report(report, parsed.json)
     return 0
+
+
+def _check_plan(parsed: argparse.Namespace) -> None:
+    """Check flags of `plan` that depend on each other.
+
+    Raises:
+        UserError: one is missing, or must be left out.
+    """
+    _require_flags(parsed, FILES if parsed.log is None else ("cluster",), "a file or a preset")
+    for flag, others in EXCLUDED_WITH.items():
+        if getattr(parsed, flag) is not None:
+            _exclude_flags(parsed, others, f"with --{flag}")
+    if parsed.sweep is not None and parsed.sweep[0] != "ep":
+        _require_flags(parsed, ("ep",), "with --sweep")
+    if parsed.out is not None and parsed.out.exists():
+        raise UserError(f"--out: got {parsed.out}, must not exist")
 
 
 def add_timeline_arguments(parser: Parser) -> None:
@@ -176,7 +184,8 @@ def run_place(parsed: argparse.Namespace) -> int:
     """
     if parsed.trace is None:
         return _apply(parsed)
-    _check_given(parsed, (*FILES, "ep"), ("placement", "undo"), "with --trace")
+    _require_flags(parsed, (*FILES, "ep"), "with --trace")
+    _exclude_flags(parsed, ("placement", "undo"), "with --trace")
     from monta_megatron.tools.place import place
 
     report = place(
@@ -196,7 +205,8 @@ def run_place(parsed: argparse.Namespace) -> int:
 
 
 def _apply(parsed: argparse.Namespace) -> int:
-    _check_given(parsed, ("placement", "out"), (*FILES, "ep", "etp", "pp"), "with --apply")
+    _require_flags(parsed, ("placement", "out"), "with --apply")
+    _exclude_flags(parsed, (*FILES, "ep", "etp", "pp"), "with --apply")
     from monta_megatron.tools.placed_checkpoint import apply_placement, read_placement
 
     placement = read_placement(parsed.placement, undo=parsed.undo)
@@ -227,24 +237,16 @@ def _sweep(text: str) -> tuple[str, list[Any]]:
     return key, [read(value.strip()) for value in values.split(",")]
 
 
-def _check_given(
-    parsed: argparse.Namespace, needed: Iterable[str], others: Iterable[str], way: str
-) -> None:
-    """Check flags that depend on the way a command is used.
-
-    Args:
-        parsed: the flags.
-        needed: must be given.
-        others: must be left out.
-        way: for the message, such as "with --log".
-
-    Raises:
-        UserError: one is missing, or should be.
-    """
-    for name in needed:
+def _require_flags(parsed: argparse.Namespace, names: Iterable[str], rule: str) -> None:
+    """Refuse a missing flag; the rule is what the user reads after "must be"."""
+    for name in names:
         if getattr(parsed, name.replace("-", "_")) is None:
-            raise UserError(f"--{name}: not given, must be {way}")
-    for name in others:
+            raise UserError(f"--{name}: not given, must be {rule}")
+
+
+def _exclude_flags(parsed: argparse.Namespace, names: Iterable[str], way: str) -> None:
+    """Refuse flags that have no meaning in a way to use a command, such as "with --log"."""
+    for name in names:
         value = getattr(parsed, name.replace("-", "_"))
         if value not in (None, False):
             raise UserError(f"--{name}: got {value}, must be left out {way}")

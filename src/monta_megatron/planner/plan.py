@@ -10,7 +10,6 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.chains.program import LINKS, Resource
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.rules import require
 from monta_megatron.common.text import counted, time_text
 from monta_megatron.core import Shape
 from monta_megatron.planner.cluster import Cluster, End
@@ -430,9 +429,11 @@ def share_of(
         UserError: the exchanges of an iteration are not known.
     """
     times = benefit.per_iteration
-    rule = "be beside --global-batch-size, which says how many exchanges an iteration has"
-    require(times is not None, "--iteration-ms", f"{iteration_ms:g}", rule)
-    if ran_us is None or times is None:
+    if times is None:
+        raise UserError(
+            "--global-batch-size: not given, must be: it says how many exchanges an iteration has"
+        )
+    if ran_us is None:
         return IterationShare(iteration_ms, ran)
     of_iteration = times / 1e3 / iteration_ms
     saved_us = ran_us - benefit.chosen_us
