@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from monta_megatron.common import ranks
-from monta_megatron.common.ranks import node_here, number_nodes
+from monta_megatron.common import nodes
+from monta_megatron.common.nodes import node_here, number_nodes
 from monta_megatron.core import Layout
 
 NODE_NAMES, LAYOUTS = (
@@ -21,11 +21,11 @@ NODE_NAMES, LAYOUTS = (
 def test_names_of_nodes(
     case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ranks.BOOT_ID.is_file()
-    monkeypatch.setattr(ranks, "BOOT_ID", tmp_path / "boot_id")
+    assert nodes.BOOT_ID.is_file()
+    monkeypatch.setattr(nodes, "BOOT_ID", tmp_path / "boot_id")
     monkeypatch.setattr(socket, "gethostname", lambda: "host-3")
     if case["boot"] is not None:
-        ranks.BOOT_ID.write_text(f"{case['boot']}\n")
+        nodes.BOOT_ID.write_text(f"{case['boot']}\n")
     assert node_here(case["variables"]) == case["name"]
 
 
@@ -35,7 +35,9 @@ def test_nodes_are_numbered_as_they_are_met() -> None:
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_nodes_of_a_layout(case: dict[str, Any]) -> None:
-    nodes, etp = tuple(case["nodes"]), case["etp"]
-    layout = Layout(ep=len(nodes) // etp, etp=etp, num_local_experts=1, rank=0, nodes=nodes)
+    node_of_rank, etp = tuple(case["nodes"]), case["etp"]
+    layout = Layout(
+        ep=len(node_of_rank) // etp, etp=etp, num_local_experts=1, rank=0, nodes=node_of_rank
+    )
     assert str(case["reason"]) in str(layout.uneven_nodes())
     assert sorted(layout.crossing_groups) == case["crossing"]

@@ -21,7 +21,7 @@ from monta_megatron.calibration.timer import Timer, starter_of
 from monta_megatron.chains.program import Policy, Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.ranks import BOOT_ID
+from monta_megatron.common.nodes import BOOT_ID
 from monta_megatron.common.text import Progress, counted, table
 from monta_megatron.core import GroupName, Layout
 from monta_megatron.exchange.collectives import (

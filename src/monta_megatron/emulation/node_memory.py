@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from monta_megatron.common.ranks import BOOT_ID
+from monta_megatron.common.nodes import BOOT_ID
 from monta_megatron.common.torch_private import timeout_of
 
 # torch's own, taken before `gloo_collectives` replaces it by a stand-in.

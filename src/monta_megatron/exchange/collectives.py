@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.ranks import consecutive_nodes, node_here, number_nodes
+from monta_megatron.common.nodes import consecutive_nodes, node_here, number_nodes
 from monta_megatron.common.torch_private import (
     ALL_GATHER,
     ALL_TO_ALL,

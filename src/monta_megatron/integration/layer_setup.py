@@ -13,7 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains.chain import num_counted_blocks
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.ranks import node_here, print_once
+from monta_megatron.common.nodes import node_here
+from monta_megatron.common.ranks import print_once
 from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Layout
 from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.ranks import consecutive_nodes, number_nodes
+from monta_megatron.common.nodes import consecutive_nodes, number_nodes
 from monta_megatron.exchange.collectives import gather_objects
 from monta_megatron.integration.options import Options
 

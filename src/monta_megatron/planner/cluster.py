@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from monta_megatron.chains.program import Policy, PricedOperation, Resource
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.ranks import consecutive_nodes, number_nodes
+from monta_megatron.common.nodes import consecutive_nodes, number_nodes
 from monta_megatron.common.rules import NonNegativeFloat, PositiveFloat, PositiveInt, Text, require
 from monta_megatron.common.text import counted
 from monta_megatron.planner.curves import (

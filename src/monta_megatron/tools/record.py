@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.chains.program import Operation
-from monta_megatron.common.ranks import BOOT_ID
+from monta_megatron.common.nodes import BOOT_ID
 from monta_megatron.common.text import counted
 from monta_megatron.exchange.collectives import gather_objects, wait_for_all
 from monta_megatron.exchange.monitor import Step

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from monta_megatron.chains import program
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.ranks import consecutive_nodes
+from monta_megatron.common.nodes import consecutive_nodes
 from monta_megatron.core import Choice, Layout
 from monta_megatron.emulation.cluster import EmulatedCluster, default_costs
 from monta_megatron.exchange.pipeline import Experts
