@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -26,22 +26,21 @@ if TYPE_CHECKING:
 MOST_NODES, MOST_RANKS = 250, 400
 
 
-def world_size_of_launch(command: str, environ: Mapping[str, str] = os.environ) -> int:
+def world_size_of_launch(command: str) -> int:
     """Number of ranks, from the variables of a launcher.
 
     Args:
         command: the sub-command of `monta`, for the message.
-        environ: the environment of this process.
 
     Raises:
         UserError: no launcher has set them.
     """
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise UserError(
             "RANK, WORLD_SIZE: not set, must be; start one process per rank: torchrun "
             f"--nproc-per-node N -m monta_megatron {command} ..., or monta emulate"
         )
-    return int(environ["WORLD_SIZE"])
+    return int(os.environ["WORLD_SIZE"])
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """Nodes: the name of this rank's, and numbers for those of all ranks.
 
-Ranks that share a node are joined by the node link. A rank learns from its system on which host it
-runs; the ranks of an exchange share this once. A host is a node, unless a cluster file says how
-many consecutive ranks are one, MONTA_NODE names the nodes, or `--moe-monta-ranks-per-node`
-overrides all of that.
+Ranks that share a node are joined by the node link. The ranks of an exchange share their names
+once. A host is a node, unless a cluster file says how many consecutive ranks are one, MONTA_NODE
+names the nodes, or `--moe-monta-ranks-per-node` overrides all of that.
 """
 
 import os
