@@ -32,8 +32,7 @@ def split(rows: RowCounts, num_chunks: int) -> RowCounts:
 
     Each source's rows for each expert are split separately, so a chunk holds the same share of all
     of them, and every rank knows every split from the counts alone. The first count is rounded to
-    the nearest row. The remainders of neighbouring experts fall into different chunks; otherwise
-    one chunk would collect them all.
+    the nearest row; the remainders of neighbouring experts fall into different chunks, not in one.
 
     The last chunk is smaller because nothing hides the copies after its collective; transposed
     passes start with it (`chains/lower.py`).
