@@ -164,9 +164,12 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, make_streams: Callable[[torch.device], streams.Streams] = streams.CudaStreams
+        self,
+        make_streams: Callable[[torch.device], streams.Streams] = streams.CudaStreams,
+        is_order_kept: bool = True,
     ) -> None:
         super().__init__()
+        self._is_order_kept = is_order_kept
         self.monitor = Monitor(recorder=self)
         self.queue: list[Entry] = []
         self.findings: list[Finding] = []
@@ -195,6 +198,8 @@ class Recorder(TorchDispatchMode):
                 lambda tensor, stream: self._buffer_of(tensor).recorded.add(stream),
             ),
             mock.patch.object(executor, "streams_for", self._make_streams),
+            mock.patch.object(streams, "is_kept_by_nccl", lambda: self._is_order_kept),
+            mock.patch.object(streams.CudaStreams, "_latest", None),
             mock.patch.multiple(
                 operations, start_all_to_all=self._start, start_all_gather=self._start
             ),

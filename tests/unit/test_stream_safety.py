@@ -445,6 +445,33 @@ def test_collectives_overlap_in_one_launch_queue(case: tuple[str, str], num_chun
     assert_overlap(sound(*case, num_chunks), num_chunks)
 
 
+class Started(Recorder):
+    """Notes of each collective whether it starts once those issued before have ended."""
+
+    def collective(self, *given: Any) -> Any:
+        clock = self.current.clock
+        self.in_turn = getattr(self, "in_turn", [])
+        self.in_turn.append(all(entry.is_in(clock) for entry in self.collectives()))
+        return super().collective(*given)
+
+
+@pytest.mark.parametrize("is_order_kept", [False, True])
+@pytest.mark.parametrize("case", TWO_COLLECTIVES)
+@pytest.mark.parametrize("experts", [None, scaled])
+def test_no_two_collectives_overlap_unless_nccl_keeps_their_order(
+    case: tuple[str, str], is_order_kept: bool, experts: Experts | None
+) -> None:
+    """In one pass and across those in flight: else their groups may wait for each other."""
+    if experts is not None and case not in TOKEN_CASES:
+        return
+    recorder = Started(is_order_kept=is_order_kept)
+    layer = Layer(*case, recorder=recorder)
+    with recorder:
+        layer.run(experts)
+    assert recorder.findings == [] and all(recorder.in_turn) != is_order_kept
+    assert order_of(recorder) == order_of(sound(*case, 3, experts is not None))
+
+
 @pytest.mark.parametrize("case", TWO_COLLECTIVES)
 def test_a_wait_at_once_is_found_in_one_launch_queue(case: tuple[str, str]) -> None:
     recorder = record(*case, 3, streams=WaitAtOnce)

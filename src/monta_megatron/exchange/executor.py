@@ -142,26 +142,26 @@ class Execution:
             self._streams.leave()
 
     def _issue(self, operation: Operation) -> None:
-        for number in operation.waits:
-            self._wait(number)
-        is_collective = operation.is_collective
+        for awaited in operation.waits:
+            self._wait(awaited)
+        number, is_collective = operation.number, operation.is_collective
         if is_collective:
             # Allocated first: running out of memory is no failure of the exchange.
             self.buffers.messages(operation.writes[0])
+            self._streams.before_collective()
         try:
             works = self._run[operation.kind](self.buffers, operation)
+            if works:
+                self.works[number] = works
+                self._streams.after_collective(self, operation, works)
         except RuntimeError as error:
             if not is_collective:
                 raise
             raise errors.failure(self, operation, error) from error
-        number = operation.number
         self.num_issued = number + 1
         if number in self.bound.program.awaited:
             self._ready[number] = self._streams.ready(works or [])
-        if works:
-            self.works[number] = works
-            self._streams.watch(self, operation, works)
-        elif self._is_host:
+        if not works and self._is_host:
             self.buffers.memory.release(operation)
 
     def _wait(self, number: int) -> None:

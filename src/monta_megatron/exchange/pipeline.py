@@ -18,12 +18,10 @@ The start of a pass and the wait for it are nodes of the autograd graph, created
     start second   combine starts             _Leave     combine's backward is waited for
     end second     combine is waited for      _Step      combine's backward starts
 
-The engine runs the ready node created last, so backward is the mirror image, with collectives in
-the same order on every rank (tests/unit/test_pipeline_streams.py holds it to that). It sums a
-parameter's gradients over all chunks before its hooks run, once.
-
-Nodes that only impose an order are linked by empty tensors: rows are in tensors of all chunks, and
-each pass reads and writes its slice.
+Each node gets an empty tensor, the token, from the node before it. So backward is the mirror image,
+with collectives in the same order on every rank, whichever of its ready nodes the engine runs first
+and whatever the experts' graph is. It sums a parameter's gradients over all chunks before its hooks
+run, once. Rows are in tensors of all chunks, and each pass reads and writes its slice.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,34 +76,30 @@ def run_pipeline(
     Raises:
         ExchangeError: a collective failed or timed out.
     """
-    pipeline = _Pipeline(chunks)
-    wait = getattr(experts, "wait", None)
-    entered = _Enter.apply(pipeline, rows_TH.contiguous(), probs_TW.contiguous(), ids_TW)
-    # Output of the latest node of each chunk: an empty tensor, or what the experts get and give.
-    links: list[Any] = [entered] * len(chunks)
-
-    def compute(chunk: int) -> torch.Tensor:
-        rows_NH, probs_N = links[chunk]
-        return experts(rows_NH, pipeline.tokens_per_expert(chunk), probs_N)
-
-    def without_tensors(step: Callable[[int], object], back: Callable[[int], object]) -> Any:
-        return lambda chunk: _Step.apply(step, back, chunk, links[chunk])
-
-    steps: dict[LayerStep, Callable[[int], Any]] = {
-        "start first": without_tensors(
-            partial(pipeline.send_tokens, DISPATCH), partial(pipeline.finish, DISPATCH_BACKWARD)
-        ),
-        "end first": lambda chunk: _Arrive.apply(pipeline, chunk, links[chunk]),
-        "start experts": compute,
-        "end experts": lambda chunk: links[chunk] if wait is None else wait(links[chunk]),
-        "start second": lambda chunk: _Leave.apply(pipeline, chunk, links[chunk]),
-        "end second": without_tensors(
-            partial(pipeline.finish, COMBINE), partial(pipeline.send_tokens, COMBINE_BACKWARD)
-        ),
-    }
+    pipeline, wait = _Pipeline(chunks), getattr(experts, "wait", None)
+    # It requires a gradient, so backward runs all passes even if the rows do not.
+    token = rows_TH.new_empty(0, requires_grad=True)
+    token = _Enter.apply(pipeline, rows_TH.contiguous(), probs_TW.contiguous(), ids_TW, token)
+    inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    outputs: dict[int, torch.Tensor] = {}
     for step, chunk in pipelined_steps(len(chunks), in_background=wait is not None):
-        links[chunk] = steps[step](chunk)
-    return _Exit.apply(pipeline, *links)
+        if step == "start first":
+            start = partial(pipeline.send_tokens, DISPATCH)
+            token = _Step.apply(start, partial(pipeline.finish, DISPATCH_BACKWARD), chunk, token)
+        elif step == "end first":
+            *inputs[chunk], token = _Arrive.apply(pipeline, chunk, token)
+        elif step == "start experts":
+            rows_NH, probs_N = inputs.pop(chunk)
+            outputs[chunk] = experts(rows_NH, pipeline.tokens_per_expert(chunk), probs_N)
+            del rows_NH, probs_N
+        elif step == "end experts" and wait is not None:
+            outputs[chunk] = wait(outputs[chunk])
+        elif step == "start second":
+            token = _Leave.apply(pipeline, chunk, outputs.pop(chunk), token)
+        elif step == "end second":
+            end = partial(pipeline.finish, COMBINE)
+            token = _Step.apply(end, partial(pipeline.send_tokens, COMBINE_BACKWARD), chunk, token)
+    return _Exit.apply(pipeline, token)
 
 
 def pipelined_steps(num_chunks: int, in_background: bool = False) -> list[tuple[LayerStep, int]]:
@@ -183,22 +177,29 @@ class _Pipeline:
 
 
 class _Enter(torch.autograd.Function):
-    """Entry of the pipeline: tensors of all tokens -> an empty tensor."""
+    """Entry of the pipeline: it takes the tensors of all tokens."""
 
     @staticmethod
     def forward(
-        ctx: Any, pipeline: _Pipeline, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor
+        ctx: Any,
+        pipeline: _Pipeline,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        ids: torch.Tensor,
+        token: torch.Tensor,
     ) -> torch.Tensor:
         ctx.pipeline = pipeline
         pipeline.sources[DISPATCH.name] = Columns(rows=rows, probs=probs, ids=ids)
-        return rows.new_empty(0)
+        return torch.empty_like(token)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
+    def backward(
+        ctx: Any, _: torch.Tensor
+    ) -> tuple[None, torch.Tensor, torch.Tensor | None, None, None]:
         ctx.pipeline.sources.clear()
         gradients = ctx.pipeline.result(DISPATCH_BACKWARD)
-        return None, gradients.rows, gradients.probs, None
+        return None, gradients.rows, gradients.probs, None, None
 
 
 class _Step(torch.autograd.Function):
@@ -229,48 +230,50 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, pipeline: _Pipeline, chunk: int, token: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         ctx.pipeline, ctx.chunk = pipeline, chunk
         columns = pipeline.finish(DISPATCH, chunk)
-        return columns.rows, columns.probs
+        return columns.rows, columns.probs, torch.empty_like(token)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, rows_NH: torch.Tensor, probs_N: torch.Tensor
+        ctx: Any, rows_NH: torch.Tensor, probs_N: torch.Tensor, token: torch.Tensor
     ) -> tuple[None, None, torch.Tensor]:
         columns = Columns(rows=rows_NH.contiguous(), probs=probs_N.contiguous())
         ctx.pipeline.return_rows(DISPATCH_BACKWARD, ctx.chunk, columns)
-        return None, None, rows_NH.new_empty(0)
+        return None, None, token
 
 
 class _Leave(torch.autograd.Function):
     """Combine of a chunk starts; its backward ends."""
 
     @staticmethod
-    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, rows_NH: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, pipeline: _Pipeline, chunk: int, rows_NH: torch.Tensor, token: torch.Tensor
+    ) -> torch.Tensor:
         ctx.pipeline, ctx.chunk = pipeline, chunk
         pipeline.return_rows(COMBINE, chunk, Columns(rows=rows_NH.contiguous()))
-        return rows_NH.new_empty(0)
+        return torch.empty_like(token)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, ctx.pipeline.finish(COMBINE_BACKWARD, ctx.chunk).rows
+    def backward(ctx: Any, token: torch.Tensor) -> tuple[None, None, torch.Tensor, torch.Tensor]:
+        return None, None, ctx.pipeline.finish(COMBINE_BACKWARD, ctx.chunk).rows, token
 
 
 class _Exit(torch.autograd.Function):
-    """Exit of the pipeline: an empty tensor per chunk -> the result of all tokens."""
+    """Exit of the pipeline: it returns the result of all tokens."""
 
     @staticmethod
-    def forward(ctx: Any, pipeline: _Pipeline, *tokens: torch.Tensor) -> torch.Tensor:
-        ctx.pipeline, ctx.num_chunks = pipeline, len(tokens)
+    def forward(ctx: Any, pipeline: _Pipeline, token: torch.Tensor) -> torch.Tensor:
+        ctx.pipeline = pipeline
         # Dispatch has read them.
         pipeline.sources.clear()
         return pipeline.result(COMBINE).rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, rows_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, rows_TH: torch.Tensor) -> tuple[None, torch.Tensor]:
         ctx.pipeline.sources[COMBINE_BACKWARD.name] = Columns(rows=rows_TH.contiguous())
-        return (None, *[rows_TH.new_empty(0) for _ in range(ctx.num_chunks)])
+        return None, rows_TH.new_empty(0)
