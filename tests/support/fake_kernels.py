@@ -53,13 +53,12 @@ def recorded_launches(
 
 
 def _told_apart(function: Any, name: str, value: Any) -> object:
-    """What variants of a kernel differ in: no tensor, or its dtype, device and alignment."""
+    """What variants of a kernel differ in: None, or a tensor's dtype, device and alignment."""
     if not isinstance(value, torch.Tensor):
-        return value if value is None or isinstance(value, torch.dtype) else type(value)
-    parameters = {each.name: each for each in getattr(function, "params", ())}
-    is_rows = name in parameters and not parameters[name].do_not_specialize_on_alignment
-    is_aligned = value.storage_offset() * value.itemsize % 16 == 0
-    return value.dtype, value.device.type, is_rows and is_aligned
+        return value is None
+    rows = [x.name for x in getattr(function, "params", ()) if not x.do_not_specialize_on_alignment]
+    begin_bytes = value.storage_offset() * value.itemsize
+    return value.dtype, value.device.type, name not in rows or begin_bytes % 16 == 0
 
 
 @cache
