@@ -251,7 +251,7 @@ def bench(short: bool, arguments: Sequence[str]) -> int:
     And whether NCCL tells of every collective that it has ended; see `exchange.errors`.
     """
     from monta_megatron.cli import main
-    from monta_megatron.exchange.streams import device_time_limit
+    from monta_megatron.exchange.errors import device_time_limit
 
     places: dict[str, None] = {}
 

@@ -1,6 +1,7 @@
 """Launches of Triton kernels, recorded as a device's work: with nothing run, or in the interpreter.
 
-What a kernel reads and writes is in its source: it writes where it stores.
+What a kernel reads and writes is in its source: it writes where it stores. Each launch is compared
+with the first of its `Launch`, whose variant a GPU would run again without Triton's own checks.
 """
 
 import ast
@@ -34,7 +35,9 @@ def recorded_launches(
         if num_rows == 0:
             return
         stored = _stored(self.kernel)
-        given = zip(self.kernel.arg_names, (*args, *self.shared), strict=True)
+        given = list(zip(self.kernel.arg_names, (*args, *self.shared), strict=True))
+        told_apart = [_told_apart(self.kernel, *each) for each in given]
+        assert self.__dict__.setdefault("told_apart", told_apart) == told_apart
         tensors = [(name, value) for name, value in given if isinstance(value, torch.Tensor)]
         launched(
             f"triton {self.kernel.fn.__name__}",
@@ -47,6 +50,15 @@ def recorded_launches(
 
     with mock.patch.object(Launch, "__call__", launch):
         yield
+
+
+def _told_apart(function: Any, name: str, value: Any) -> object:
+    """What variants of a kernel differ in: None, or a tensor's dtype, device and alignment."""
+    if not isinstance(value, torch.Tensor):
+        return value is None
+    rows = [x.name for x in getattr(function, "params", ()) if not x.do_not_specialize_on_alignment]
+    begin_bytes = value.storage_offset() * value.itemsize
+    return value.dtype, value.device.type, name not in rows or begin_bytes % 16 == 0
 
 
 @cache

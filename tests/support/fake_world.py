@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from monta_megatron.chains import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.chain import num_counted_blocks
+from monta_megatron.chains.stages import Parts
 from monta_megatron.core import FLAT_GROUPS, GroupName, Layout
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import blocks_of_chunks
+from monta_megatron.exchange.rows import Copies
 
 NUM_TOKENS = 48
 TOPK = 8
@@ -147,6 +149,14 @@ def chunks_of(exchange: Exchange, counts: TokenCounts, num_chunks: int) -> list[
         )
         for blocks in blocks_of_chunks(num_blocks, num_chunks)
     ]
+
+
+def empty_copies(
+    num_rows: int, num_copies: int, parts: Parts, device: torch.device | None = None
+) -> Copies:
+    """Uninitialised copies of one chunk."""
+    sizes = Copies.sizes(num_rows, num_copies, parts)
+    return Copies(*torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes))
 
 
 def groups_of(layout: Layout) -> dict[str, PeerGroup]:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from fake_world import empty_copies
 from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
 from monta_megatron.chains.stages import Parts
@@ -17,7 +18,7 @@ from monta_megatron.exchange.buffers import Columns, MessageFormat
 from monta_megatron.exchange.kernels.copies import duplicate, find_copies
 from monta_megatron.exchange.kernels.routing import count_routing
 from monta_megatron.exchange.kernels.sums import reduce, reduce_ranks
-from monta_megatron.exchange.rows import Copies, expert_ids_of
+from monta_megatron.exchange.rows import expert_ids_of
 
 # Of the bytes that cannot be avoided: columns read once and written once.
 MOST = 1.1
@@ -63,8 +64,8 @@ def work(
     num_copies = int(routing_map.unflatten(1, (num_ranks, -1)).any(dim=2).sum())
     ranks = Parts(first=0, size=num_experts // num_ranks, num_parts=num_ranks)
     experts = Parts(first=0, size=1, num_parts=num_experts)
-    copies = Copies.empty(num_tokens, num_copies, ranks, device)
-    by_expert = Copies.empty(num_tokens, num_pairs, experts, device)
+    copies = empty_copies(num_tokens, num_copies, ranks, device)
+    by_expert = empty_copies(num_tokens, num_pairs, experts, device)
     for parts, each in ((ranks, copies), (experts, by_expert)):
         find_copies(ids, parts, each)
     columns = torch.zeros(1, HIDDEN_SIZE, dtype=torch.bfloat16, device=device), lists[:1], ids[:1]

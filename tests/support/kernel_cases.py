@@ -8,9 +8,11 @@ of bf16 there, which are compared before they are rounded; `test_compiled_kernel
 import os
 import random
 from dataclasses import dataclass
+from unittest import TestCase
 
 import torch
 from equal import assert_equal
+from fake_world import empty_copies
 
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange import count_messages, rows
@@ -118,12 +120,16 @@ def _check(case: Case) -> None:
     if before.ids is not None:
         before.ids.copy_(ids)
         ids = before.ids
-    made, copies = (Copies.empty(case.num_rows, num_copies, parts, ids.device) for _ in range(2))
+    made, copies = (empty_copies(case.num_rows, num_copies, parts, ids.device) for _ in range(2))
     rows.find_copies(ids, PartBounds.of(parts, case.num_rows, num_copies, ids), copies)
     find_copies(ids, parts, made)
     for name, expected in copies._asdict().items():
         if expected is not None:
             _same(f"find_copies, {name}", getattr(made, name), expected)
+    if INTERPRETED and case.num_rows and case.seed % 10 == 0:
+        uncounted = empty_copies(case.num_rows, num_copies + 1, parts, ids.device)
+        with TestCase().assertRaisesRegex(Exception, "ids and counts of copies disagree"):
+            find_copies(ids, parts, uncounted)
     for per_expert in (False, True) if parts.size == 1 else (False,):
         _check_duplicate(case, before, copies, width, per_expert)
     _check_reduce(case, copies, width)

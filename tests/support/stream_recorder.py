@@ -157,6 +157,7 @@ class Recorder(TorchDispatchMode):
         monitor: hand it to the exchange: it names the stage and chunk of every collective.
         queue: everything issued to the device, in the order of issue.
         findings: what the checker found, in the order of issue.
+        in_turn: whether each collective starts once those issued before have ended.
         side_streams: that the executor has made.
         num_switches: calls that set the current stream; a context is two.
         live_bytes: of all memory that was touched and not freed yet.
@@ -164,9 +165,12 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, make_streams: Callable[[torch.device], streams.Streams] = streams.CudaStreams
+        self,
+        make_streams: Callable[[torch.device], streams.Streams] = streams.CudaStreams,
+        is_order_kept: bool = True,
     ) -> None:
         super().__init__()
+        self._is_order_kept, self.in_turn = is_order_kept, list[bool]()
         self.monitor = Monitor(recorder=self)
         self.queue: list[Entry] = []
         self.findings: list[Finding] = []
@@ -195,6 +199,8 @@ class Recorder(TorchDispatchMode):
                 lambda tensor, stream: self._buffer_of(tensor).recorded.add(stream),
             ),
             mock.patch.object(executor, "streams_for", self._make_streams),
+            mock.patch.object(streams, "is_kept_by_nccl", lambda: self._is_order_kept),
+            mock.patch.object(streams.CudaStreams, "_latest", None),
             mock.patch.multiple(
                 operations, start_all_to_all=self._start, start_all_gather=self._start
             ),
@@ -370,6 +376,7 @@ class Recorder(TorchDispatchMode):
                 output.zero_()
             else:
                 output.copy_(torch.cat([share] * group.size))
+        self.in_turn += [all(each.is_in(self.current.clock) for each in self.collectives())]
         made = RecordedStream(self, f"group {group.name}")
         stream = self._group_streams.setdefault(group.name, made)
         stream.wait_stream(self.current)

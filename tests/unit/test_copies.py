@@ -3,7 +3,7 @@
 import dataclasses
 
 import torch
-from fake_world import LAYOUTS, routing_map
+from fake_world import LAYOUTS, empty_copies, routing_map
 from test_stream_safety import Layer
 
 from monta_megatron.chains.stages import Parts
@@ -15,7 +15,7 @@ LAYOUT = dataclasses.replace(LAYOUTS[16, 1], num_local_experts=16)
 
 
 def found_copies(ids: torch.Tensor, parts: Parts, num_copies: int) -> Copies:
-    copies = Copies.empty(len(ids), num_copies, parts, ids.device)
+    copies = empty_copies(len(ids), num_copies, parts, ids.device)
     copies.row.fill_(-1)
     find_copies(ids, PartBounds.of(parts, len(ids) + 3, num_copies + 2, ids), copies)
     return copies

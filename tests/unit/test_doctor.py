@@ -62,7 +62,8 @@ def test_without_a_gpu_nothing_is_advised_for_one() -> None:
 def test_launch_order(monkeypatch: Any, capsys: Any) -> None:
     """Set where NCCL orders and still overlaps, said either way; the user's value is kept."""
     monkeypatch.setenv(ORDER, "0")
-    assert launch_order.set_launch_order() is None
+    # CPU ranks.
+    launch_order.set_launch_order()
     for nccl, cuda, says in (
         ((2, 25, 1), (12, 9), "NCCL 2.25.1 does not know it"),
         ((2, 27, 5), (12, 2), "CUDA 12.2 would run communicators one after the other"),
@@ -76,7 +77,12 @@ def test_launch_order(monkeypatch: Any, capsys: Any) -> None:
         assert ORDER not in os.environ
         arguments._checking_monta(lambda _: None)(config)
         assert os.environ.setdefault(ORDER, "not set") == ("1" if "sets" in says else "not set")
+        monkeypatch.setenv(ORDER, "1")
+        assert launch_order.is_kept_by_nccl.__wrapped__() == (nccl >= (2, 26))
+    monkeypatch.setenv(ORDER, "0")
+    launch_order.set_launch_order()
     out = capsys.readouterr().out
     assert out.count(f"monta: {ORDER}=1 set") == 1
-    for version in ("NCCL 2.25.1", "CUDA 12.2"):
-        assert out.count(f"monta: {ORDER} is not set: {version}") == 1
+    for held in ("not set, NCCL 2.25.1", "not set, CUDA 12.2", "0, NCCL 2.27.5"):
+        says = f"monta: collectives of different groups do not overlap: {ORDER} is {held}"
+        assert out.count(says) == 1

@@ -87,6 +87,14 @@ def test_order_of_collectives_by_hand(chain_name: str, layout_name: str) -> None
         assert [names[name] + group[0] for name, group, *_ in of_half] == expected
 
 
+def test_experts_without_a_graph_leave_out_no_pass_of_backward() -> None:
+    """On a rank whose experts return what depends on nothing, such as no rows at all."""
+    case, layer = ("hierarchical_alltoall", "ep4"), Layer("hierarchical_alltoall", "ep4")
+    with layer.recorder:
+        layer.run(lambda rows, *_: torch.zeros_like(rows))
+    assert order_of(layer.recorder) == order_of(recorded(*case)[0])
+
+
 def test_memory_of_abandoned_passes_is_freed_behind_its_last_use() -> None:
     layer = Layer("hierarchical_alltoall", "ep4")
 

@@ -242,15 +242,6 @@ class AllocatesOnStages(CudaStreams):
         super().fork(num_streams)
 
 
-class WaitAtOnce(CudaStreams):
-    """The stage's own stream waits for its collective as soon as that is launched."""
-
-    def ready(self, works: list[torch.distributed.Work]) -> Ready:
-        for work in works:
-            work.wait()
-        return super().ready(works)
-
-
 # Streams, chunks, whether allocations fill memory, what is found.
 STREAMS: list[tuple[type[CudaStreams], int, bool, str | None]] = [
     (PreviousEvent, 3, False, "race"),
@@ -445,12 +436,22 @@ def test_collectives_overlap_in_one_launch_queue(case: tuple[str, str], num_chun
     assert_overlap(sound(*case, num_chunks), num_chunks)
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("case", TWO_COLLECTIVES)
-def test_a_wait_at_once_is_found_in_one_launch_queue(case: tuple[str, str]) -> None:
-    recorder = record(*case, 3, streams=WaitAtOnce)
-    assert recorder.findings == []
-    with pytest.raises(AssertionError, match="no overlap"):
-        assert_overlap(recorder, 3)
+def test_collectives_take_turns_unless_nccl_keeps_their_order(
+    case: tuple[str, str], pipelined: bool
+) -> None:
+    """In a pass and across those in flight, so that their groups cannot wait for each other."""
+    pipelined &= case in TOKEN_CASES
+    kept, recorder = sound(*case, 3, pipelined), Recorder(is_order_kept=False)
+    layer = Layer(*case, recorder=recorder)
+    with recorder:
+        layer.run(scaled if pipelined else None)
+    assert recorder.findings == [] and all(recorder.in_turn) and not all(kept.in_turn)
+    assert order_of(recorder) == order_of(kept)
+    if not pipelined:
+        with pytest.raises(AssertionError, match="no overlap"):
+            assert_overlap(recorder, 3)
 
 
 def test_one_queue_hand_worked() -> None:

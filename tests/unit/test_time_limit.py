@@ -18,7 +18,7 @@ from stream_recorder import RecordedWork
 from test_cuda_branch import ROW_INDICES, make_exchange, source_lanes
 
 from monta_megatron.chains.program import DISPATCH
-from monta_megatron.exchange import errors, streams
+from monta_megatron.exchange import errors
 from monta_megatron.exchange.errors import UNDER_WAY, TimeLimit, versions
 from monta_megatron.exchange.executor import run
 
@@ -66,9 +66,10 @@ def nccl() -> Iterator[Nccl]:
     with (
         fake_world(),
         mock.patch.object(RecordedWork, "get_future_result", lambda work: made.result(work)),
-        mock.patch.object(streams, "device_time_limit", lambda: made.time_limit),
+        mock.patch.object(errors, "device_time_limit", lambda: made.time_limit),
         mock.patch.object(errors, "timeout_of", lambda group: timedelta(seconds=LIMIT_S)),
         mock.patch.object(errors, "time", made.clock),
+        mock.patch.object(errors, "is_nccl", lambda group: True),
         mock.patch.object(errors, "Thread"),
     ):
         yield made
@@ -113,6 +114,8 @@ def test_nothing_is_said_or_held_of_passes_that_end(nccl: Nccl) -> None:
 def test_what_the_host_waits_for_is_said(nccl: Nccl) -> None:
     assert dist.group.WORLD is not None
     with errors.naming_failure("exchange of counts: chain alltoall", dist.group.WORLD):
+        # Somebody looks before the first pass.
+        assert errors.Thread.call_count == 1
         said = [f"{share}: {nccl.time_limit.late(share * LIMIT_S)}\n" for share in (0, 0.91)]
     said.append(f"afterwards: {nccl.time_limit.late(LIMIT_S)}\n")
     check("host_waits.txt", "".join(said))

@@ -3,8 +3,9 @@
 Columns: `rows` [N, H], the hidden states; `probs`, the routing probabilities, [N] where a row is a
 permuted token and [N, W] where it is a token with up to W experts; `ids` [N, W], those experts.
 Where a stage copies the rows anyway, it packs their columns into one message of bytes, so that each
-collective is issued once; elsewhere each column is a message, sent in place, because packing would
-cost a copy. The gaps between the columns of a packed row are zero: no uninitialised byte is sent.
+collective is issued once; elsewhere each column is a message and an NCCL launch, sent in place, as
+packing would cost a copy: two for permuted tokens in one chunk, as in stock, three in dispatch by
+`allgather`. The gaps between the columns of a packed row are zero: no uninitialised byte is sent.
 
 Packed rows are aligned to 16 bytes. At H=4096 in bf16 (8,192 bytes) with fp32 probabilities the
 columns besides the hidden values take 16 bytes (0.2%) of a permuted token, 64 of a token with 8
@@ -430,7 +431,7 @@ def _launches_of(layout: MemoryLayout, rank: int, num_local_experts: int) -> dic
 
         frozen in a bound launch                     given by
         ranks of groups, how terms are summed        the program of `layout`
-        W, dtypes, strides between two stages        the formats of `layout`
+        W, device, dtypes, strides between stages    the formats of `layout`
         parts of the experts, position in a group    `rank`, `num_local_experts`
         strides and alignment of input and output    `_is_regular`, without which none is shared
 

@@ -8,7 +8,7 @@ which may lack methods of the group inside.
 Collectives of several groups overlap, and every rank issues them in the same order. That order does
 not rule out a circular wait: two ranks may start the kernels of two NCCL communicators in different
 orders, each with the one first that on the other rank lacks SMs. NCCL_LAUNCH_ORDER_IMPLICIT=1 does
-(`exchange.launch_order`).
+(`exchange.launch_order`); without it they do not overlap (`exchange.streams`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -304,12 +304,18 @@ def nccl_settings(group: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
+def is_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL carries the group's tensors on GPUs."""
+    kind = dist.ProcessGroupNCCL.Options if dist.is_nccl_available() else ()
+    return isinstance(options_of(group), kind)
+
+
 def _nccl_options_like(group: dist.ProcessGroup) -> Any:
     """NCCL options copied from a group; None if it is not an NCCL group."""
     # Megatron sets them by --nccl-communicator-config-path and --high-priority-stream-groups.
-    given = options_of(group)
-    if not dist.is_nccl_available() or not isinstance(given, dist.ProcessGroupNCCL.Options):
+    if not is_nccl(group):
         return None
+    given: Any = options_of(group)
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = given.is_high_priority_stream
     for name in NCCL_SETTINGS:

@@ -3,10 +3,11 @@
 Every rank issues the same operations in the same order, so operation numbers compare across ranks:
 the rank with the lowest is behind, and the others wait for it.
 
-On a device the host waits for no collective. If one hangs, its process group's watchdog kills the
-process before any Python code can report. So a thread (`TimeLimit`) polls the collectives in
-flight, the oldest first, and the host's own waits; when one comes close to its limit, the thread
-prints the text of the error that CPU ranks raise, once.
+On a device the host waits for no collective of a pass. If one hangs, its process group's watchdog
+kills the process before any Python code can report. So a thread (`TimeLimit`), which the first
+exchange of counts starts, polls the collectives in flight, the oldest first, and the host's own
+waits; when one comes close to its limit, the thread prints the text of the error that CPU ranks
+raise, once.
 
 The future of a collective's result, completed by the watchdog, tells whether it has ended. It holds
 no tensors, while the collective's `Work` holds its outputs, and polling it makes no CUDA call,
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakSet
@@ -31,7 +33,7 @@ from monta_megatron.chains.program import BoundProgram, Operation
 from monta_megatron.common import __version__
 from monta_megatron.common.files import version_of
 from monta_megatron.common.torch_private import timeout_of
-from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.exchange.collectives import PeerGroup, is_nccl
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.executor import Execution
@@ -108,6 +110,7 @@ def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """
     wait = HostWait(what, group, time.monotonic())
     host_waits.append(wait)
+    device_time_limit().watch_host(group)
     try:
         yield
     except RuntimeError as error:
@@ -244,13 +247,21 @@ class TimeLimit:
         # Not the execution itself, which holds its buffers.
         bound, groups = execution.bound, execution.groups
         self.pending.append(Started(bound, groups, operation, time.monotonic(), result))
+        self._start()
+
+    def watch_host(self, group: dist.ProcessGroup) -> None:
+        """Watch the waits of the host for this group too, before the first pass."""
+        if self._thread is None and self._has_watchdog and is_nccl(group):
+            self._start()
+
+    def _start(self) -> None:
         if self._thread is None:
             self._thread = Thread(target=self._look, name="monta time limit", daemon=True)
             self._thread.start()
 
     def late(self, now_s: float) -> str | None:
         """Report due at `now_s`, by `time.monotonic`; None if there is nothing new."""
-        # Only this thread removes entries.
+        # Only the thread's calls remove entries.
         while self.pending and self.pending[0].result.done():
             self.pending.popleft()
         oldest = self.pending[0] if self.pending else None
@@ -286,3 +297,9 @@ class TimeLimit:
                 lines = "".join(f"{rank}{line}\n" for line in text.splitlines())
                 # One write, so that ranks' lines do not interleave.
                 print(lines, end="", file=sys.stderr, flush=True)
+
+
+@cache
+def device_time_limit() -> TimeLimit:
+    """Watcher of all passes' collectives."""
+    return TimeLimit()

@@ -142,26 +142,26 @@ class Execution:
             self._streams.leave()
 
     def _issue(self, operation: Operation) -> None:
-        for number in operation.waits:
-            self._wait(number)
-        is_collective = operation.is_collective
+        for awaited in operation.waits:
+            self._wait(awaited)
+        number, is_collective = operation.number, operation.is_collective
         if is_collective:
             # Allocated first: running out of memory is no failure of the exchange.
             self.buffers.messages(operation.writes[0])
+            self._streams.before_collective()
         try:
             works = self._run[operation.kind](self.buffers, operation)
+            if works:
+                self.works[number] = works
+                self._streams.after_collective(self, operation, works)
         except RuntimeError as error:
             if not is_collective:
                 raise
             raise errors.failure(self, operation, error) from error
-        number = operation.number
         self.num_issued = number + 1
         if number in self.bound.program.awaited:
             self._ready[number] = self._streams.ready(works or [])
-        if works:
-            self.works[number] = works
-            self._streams.watch(self, operation, works)
-        elif self._is_host:
+        if not works and self._is_host:
             self.buffers.memory.release(operation)
 
     def _wait(self, number: int) -> None:
@@ -189,7 +189,7 @@ class _Dispatch(torch.autograd.Function):
         ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.exchange = exchange
-        columns = run(exchange, DISPATCH, _contiguous(rows_NH, probs, ids))
+        columns = run(exchange, DISPATCH, contiguous(rows_NH, probs, ids))
         return columns.rows, columns.probs
 
     @staticmethod
@@ -197,7 +197,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(
         ctx: Any, gradient_MH: torch.Tensor, gradient_M: torch.Tensor
     ) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
-        columns = run(ctx.exchange, DISPATCH_BACKWARD, _contiguous(gradient_MH, gradient_M))
+        columns = run(ctx.exchange, DISPATCH_BACKWARD, contiguous(gradient_MH, gradient_M))
         return None, columns.rows, columns.probs, None
 
 
@@ -205,12 +205,12 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, rows_MH: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
-        return run(exchange, COMBINE, _contiguous(rows_MH)).rows
+        return run(exchange, COMBINE, contiguous(rows_MH)).rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_NH: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, run(ctx.exchange, COMBINE_BACKWARD, _contiguous(gradient_NH)).rows
+        return None, run(ctx.exchange, COMBINE_BACKWARD, contiguous(gradient_NH)).rows
 
 
 def dispatch(
@@ -235,9 +235,10 @@ def combine(exchange: Exchange, rows_MH: torch.Tensor) -> torch.Tensor:
     return _Combine.apply(exchange, rows_MH)
 
 
-def _contiguous(
+def contiguous(
     rows: torch.Tensor, probs: torch.Tensor | None = None, ids: torch.Tensor | None = None
 ) -> Columns:
+    """Columns for a pass, whose messages have no gaps."""
     return Columns(
         rows=rows.contiguous(), probs=None if probs is None else probs.contiguous(), ids=ids
     )

@@ -3,10 +3,14 @@
 That order is the same on every rank, so communicators on a GPU cannot wait for each other in a
 circle. NCCL has it since 2.26, off unless NCCL_LAUNCH_ORDER_IMPLICIT is 1. Below CUDA 12.3, of
 runtime or driver, it does not only order operations but runs them one after the other.
+
+Without it a chain's collectives run one after the other (`exchange.streams`), which has no circle
+either, but no overlap of network and node link.
 """
 
 import ctypes
 import os
+from functools import cache
 
 from monta_megatron.common.ranks import is_first_rank, print_once
 
@@ -47,23 +51,33 @@ def is_useful() -> tuple[bool, str]:
     return True, f"NCCL {nccl}, CUDA {cuda}"
 
 
+@cache
+def is_kept_by_nccl() -> bool:
+    """Whether NCCL keeps the launch order; first asked after the variable has its last value."""
+    found = versions()
+    return found is not None and found[0] >= LEAST_NCCL and os.environ.get(VARIABLE) == "1"
+
+
 def set_launch_order() -> None:
     """Set the variable to 1 where that is useful and the user has not set it.
 
     NCCL reads it once, so this is called before the first process group is made. The first rank
-    prints a line for the user; none where the user has set it, and without GPUs or NCCL.
+    prints a line for the user, unless the user's 1 is in force or there are no GPUs.
     """
+    import torch
     import torch.distributed as dist
 
-    if VARIABLE in os.environ or versions() is None:
+    value = os.environ.get(VARIABLE)
+    has_gpu = versions() is not None or torch.accelerator.is_available()
+    if not has_gpu or (value == "1" and is_kept_by_nccl()):
         return
     useful, by = is_useful()
-    if not useful:
-        note = f"{VARIABLE} is not set: {by}; a circular wait of communicators is not ruled out"
-    elif dist.is_initialized():
-        note = f"{VARIABLE} is not set, and process groups are there already; set it to 1 ({by})"
-    else:
+    held = f"{VARIABLE} is {value or 'not set'}, {by}"
+    note = f"collectives of different groups do not overlap: {held}"
+    if useful and value is None and not dist.is_initialized():
         os.environ[VARIABLE] = "1"
         note = f"{VARIABLE}=1 set, so communicators cannot wait for each other in a circle ({by})"
+    elif useful:
+        note += "; set it to 1 before process groups are made"
     if is_first_rank():
         print_once(note)

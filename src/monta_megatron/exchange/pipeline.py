@@ -9,27 +9,28 @@ Forward, the first pass is dispatch and the second one combine; backward, combin
 dispatch's, in the same order over the chunks from the last to the first. `exchange.streams` shows
 what waits for what.
 
-The start of a pass and the wait for it are nodes of the autograd graph, created in this order:
+Passes go from tokens to experts (dispatch, combine's backward) or from experts to tokens (combine,
+dispatch's backward). A step of one and its mirror image are a node of the autograd graph:
 
-    step           forward                    node       backward
-    start first    dispatch starts            _Step      dispatch's backward is waited for
-    end first      dispatch is waited for     _Arrive    dispatch's backward starts
-    experts        run                        theirs     run
-    start second   combine starts             _Leave     combine's backward is waited for
-    end second     combine is waited for      _Step      combine's backward starts
+    forward                          backward
+    dispatch takes all tokens        dispatch's backward gives all gradients
+    dispatch starts                  dispatch's backward ends
+    dispatch ends                    dispatch's backward starts
+    experts                          experts
+    combine starts                   combine's backward ends
+    combine ends                     combine's backward starts
+    combine gives all tokens         combine's backward takes all gradients
 
-The engine runs the ready node created last, so backward is the mirror image, with collectives in
-the same order on every rank (tests/unit/test_pipeline_streams.py holds it to that). It sums a
-parameter's gradients over all chunks before its hooks run, once.
-
-Nodes that only impose an order are linked by empty tensors: rows are in tensors of all chunks, and
-each pass reads and writes its slice.
+Each node gets an empty tensor, the token, from the node before it. So backward is the mirror image,
+with collectives in the same order on every rank, whichever of its ready nodes the engine runs first
+and whatever the experts' graph is. It sums a parameter's gradients over all chunks before its hooks
+run, once. Rows are in tensors of all chunks, and each pass reads and writes its slice.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -44,12 +45,11 @@ from monta_megatron.chains.program import (
 )
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.exchange import Exchange
-from monta_megatron.exchange.executor import Execution
+from monta_megatron.exchange.executor import Execution, contiguous
 
-LayerStep: TypeAlias = Literal[
-    "start first", "end first", "start experts", "end experts", "start second", "end second"
-]
-STEPS: tuple[LayerStep, ...] = get_args(LayerStep)
+STEPS = "start first", "end first", "start experts", "end experts", "start second", "end second"
+
+Tensors: TypeAlias = Sequence[torch.Tensor]
 
 # (rows [N, H], rows of each local expert, the rows' probabilities [N]) -> their outputs [N, H].
 # Experts that compute beside the host have a method `wait`: outputs -> outputs, once complete.
@@ -78,37 +78,42 @@ def run_pipeline(
     Raises:
         ExchangeError: a collective failed or timed out.
     """
-    pipeline = _Pipeline(chunks)
-    wait = getattr(experts, "wait", None)
-    entered = _Enter.apply(pipeline, rows_TH.contiguous(), probs_TW.contiguous(), ids_TW)
-    # Output of the latest node of each chunk: an empty tensor, or what the experts get and give.
-    links: list[Any] = [entered] * len(chunks)
+    pipeline, wait = _Pipeline(chunks), getattr(experts, "wait", None)
+    # It requires a gradient, so backward runs all passes even if the rows do not.
+    token = rows_TH.new_empty(0, requires_grad=True)
 
-    def compute(chunk: int) -> torch.Tensor:
-        rows_NH, probs_N = links[chunk]
-        return experts(rows_NH, pipeline.tokens_per_expert(chunk), probs_N)
+    def node(step: Any, back: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal token
+        token, *results = _Node.apply(step, back, token, *tensors)
+        return results
 
-    def without_tensors(step: Callable[[int], object], back: Callable[[int], object]) -> Any:
-        return lambda chunk: _Step.apply(step, back, chunk, links[chunk])
-
-    steps: dict[LayerStep, Callable[[int], Any]] = {
-        "start first": without_tensors(
-            partial(pipeline.send_tokens, DISPATCH), partial(pipeline.finish, DISPATCH_BACKWARD)
-        ),
-        "end first": lambda chunk: _Arrive.apply(pipeline, chunk, links[chunk]),
-        "start experts": compute,
-        "end experts": lambda chunk: links[chunk] if wait is None else wait(links[chunk]),
-        "start second": lambda chunk: _Leave.apply(pipeline, chunk, links[chunk]),
-        "end second": without_tensors(
-            partial(pipeline.finish, COMBINE), partial(pipeline.send_tokens, COMBINE_BACKWARD)
-        ),
-    }
+    give = partial(pipeline.give, DISPATCH_BACKWARD)
+    node(partial(pipeline.take, DISPATCH, ids_TW), give, rows_TH, probs_TW)
+    inputs: dict[int, list[torch.Tensor]] = {}
+    outputs: dict[int, torch.Tensor] = {}
     for step, chunk in pipelined_steps(len(chunks), in_background=wait is not None):
-        links[chunk] = steps[step](chunk)
-    return _Exit.apply(pipeline, *links)
+        start, end = partial(pipeline.start, chunk), partial(pipeline.end, chunk)
+        if step == "start first":
+            node(partial(start, DISPATCH), partial(end, DISPATCH_BACKWARD))
+        elif step == "end first":
+            inputs[chunk] = node(partial(end, DISPATCH), partial(start, DISPATCH_BACKWARD))
+        elif step == "start experts":
+            rows_NH, probs_N = inputs.pop(chunk)
+            outputs[chunk] = experts(rows_NH, pipeline.tokens_per_expert(chunk), probs_N)
+            del rows_NH, probs_N
+        elif step == "end experts" and wait is not None:
+            outputs[chunk] = wait(outputs[chunk])
+        elif step == "start second":
+            end_in_backward = partial(end, COMBINE_BACKWARD)
+            node(partial(start, COMBINE), end_in_backward, outputs.pop(chunk))
+        elif step == "end second":
+            node(partial(end, COMBINE), partial(start, COMBINE_BACKWARD))
+    take = partial(pipeline.take, COMBINE_BACKWARD, None)
+    (result_TH,) = node(partial(pipeline.give, COMBINE), take)
+    return result_TH
 
 
-def pipelined_steps(num_chunks: int, in_background: bool = False) -> list[tuple[LayerStep, int]]:
+def pipelined_steps(num_chunks: int, in_background: bool = False) -> list[tuple[str, int]]:
     """(step, chunk) in the order of issue; backward mirrors it.
 
     Args:
@@ -136,42 +141,48 @@ class _Pipeline:
         self._slices = [slice(*bounds) for bounds in pairwise(ends)]
         self._under_way: dict[tuple[str, int], Execution] = {}
         # Inputs and outputs of all chunks, by pass.
-        self.sources: dict[str, Columns] = {}
+        self._sources: dict[str, Columns] = {}
         self._results: dict[str, Columns] = {}
 
     def tokens_per_expert(self, chunk: int) -> torch.Tensor:
         """Rows of each local expert in a chunk, on the host."""
         return torch.from_numpy(self._chunks[chunk].bound_chain.rows_per_local_expert)
 
-    def send_tokens(self, pass_: Pass, chunk: int) -> None:
-        """Start a pass from tokens to experts: of a chunk's tokens in the pass's source."""
-        columns = self.sources[pass_.name].of_rows(self._slices[chunk])
-        self._start(pass_, chunk, Execution(self._chunks[chunk], pass_, columns))
+    def take(self, pass_: Pass, ids: torch.Tensor | None, *columns: torch.Tensor) -> Tensors:
+        """Take the source of a pass from tokens to experts: the columns of all tokens."""
+        self._sources[pass_.name] = contiguous(*columns)._replace(ids=ids)
+        return ()
 
-    def return_rows(self, pass_: Pass, chunk: int, columns: Columns) -> None:
-        """Start a pass from experts to tokens: of a chunk's expert rows into the pass's result."""
-        # Allocated before the first of these passes forks.
-        if pass_.name not in self._results:
-            self._results[pass_.name] = self._empty_like(columns)
-        output = self._results[pass_.name].of_rows(self._slices[chunk])
-        execution = Execution(self._chunks[chunk], pass_, columns, output)
-        # This pass comes after the experts; the rest of other passes must not.
-        for other in self._under_way.values():
-            if other.bound.program.policy != "host":
-                other.go_on()
-        self._start(pass_, chunk, execution)
+    def give(self, pass_: Pass) -> Tensors:
+        """Give the result of a pass from experts to tokens: the columns of all tokens."""
+        # The pass from tokens to experts has read its source.
+        self._sources.clear()
+        return self._results.pop(pass_.name).tensors()
 
-    def _start(self, pass_: Pass, chunk: int, execution: Execution) -> None:
+    def start(self, chunk: int, pass_: Pass, *columns: torch.Tensor) -> Tensors:
+        """Start a pass for a chunk, from its tokens or from the `columns` of its experts."""
+        exchange, rows = self._chunks[chunk], self._slices[chunk]
+        if pass_.transpose:
+            given = contiguous(*columns)
+            # Allocated before the first of these passes forks.
+            if pass_.name not in self._results:
+                self._results[pass_.name] = self._empty_like(given)
+            output = self._results[pass_.name].of_rows(rows)
+            execution = Execution(exchange, pass_, given, output)
+            # This pass comes after the experts; the rest of other passes must not.
+            for other in self._under_way.values():
+                if other.bound.program.policy != "host":
+                    other.go_on()
+        else:
+            execution = Execution(exchange, pass_, self._sources[pass_.name].of_rows(rows))
         execution.start()
         self._under_way[pass_.name, chunk] = execution
+        return ()
 
-    def finish(self, pass_: Pass, chunk: int) -> Columns:
-        """End a pass for a chunk."""
-        return self._under_way.pop((pass_.name, chunk)).finish()
-
-    def result(self, pass_: Pass) -> Columns:
-        """Output of a pass for all chunks."""
-        return self._results.pop(pass_.name)
+    def end(self, chunk: int, pass_: Pass) -> Tensors:
+        """End a pass for a chunk; returns the experts' columns, while tokens' are in the result."""
+        columns = self._under_way.pop((pass_.name, chunk)).finish()
+        return () if pass_.transpose else columns.tensors()
 
     def _empty_like(self, columns: Columns) -> Columns:
         num_tokens, probs = self._slices[-1].stop, columns.probs
@@ -182,95 +193,23 @@ class _Pipeline:
         )
 
 
-class _Enter(torch.autograd.Function):
-    """Entry of the pipeline: tensors of all tokens -> an empty tensor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, pipeline: _Pipeline, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.pipeline = pipeline
-        pipeline.sources[DISPATCH.name] = Columns(rows=rows, probs=probs, ids=ids)
-        return rows.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
-        ctx.pipeline.sources.clear()
-        gradients = ctx.pipeline.result(DISPATCH_BACKWARD)
-        return None, gradients.rows, gradients.probs, None
-
-
-class _Step(torch.autograd.Function):
-    """A step of a chunk without tensors of its own, and its step in backward."""
+class _Node(torch.autograd.Function):
+    """A step of the pipeline in forward and its mirror image in backward, behind a token."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        step: Callable[[int], object],
-        back: Callable[[int], object],
-        chunk: int,
+        step: Callable[..., Tensors],
+        back: Callable[..., Tensors],
         token: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.back, ctx.chunk = back, chunk
-        step(chunk)
-        return torch.empty_like(token)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, token: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
-        ctx.back(ctx.chunk)
-        return None, None, None, token
-
-
-class _Arrive(torch.autograd.Function):
-    """Dispatch of a chunk ends; its backward starts."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, pipeline: _Pipeline, chunk: int, token: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.pipeline, ctx.chunk = pipeline, chunk
-        columns = pipeline.finish(DISPATCH, chunk)
-        return columns.rows, columns.probs
+        *tensors: torch.Tensor,
+    ) -> Tensors:
+        ctx.back = back
+        return torch.empty_like(token), *step(*tensors)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, rows_NH: torch.Tensor, probs_N: torch.Tensor
-    ) -> tuple[None, None, torch.Tensor]:
-        columns = Columns(rows=rows_NH.contiguous(), probs=probs_N.contiguous())
-        ctx.pipeline.return_rows(DISPATCH_BACKWARD, ctx.chunk, columns)
-        return None, None, rows_NH.new_empty(0)
-
-
-class _Leave(torch.autograd.Function):
-    """Combine of a chunk starts; its backward ends."""
-
-    @staticmethod
-    def forward(ctx: Any, pipeline: _Pipeline, chunk: int, rows_NH: torch.Tensor) -> torch.Tensor:
-        ctx.pipeline, ctx.chunk = pipeline, chunk
-        pipeline.return_rows(COMBINE, chunk, Columns(rows=rows_NH.contiguous()))
-        return rows_NH.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        return None, None, ctx.pipeline.finish(COMBINE_BACKWARD, ctx.chunk).rows
-
-
-class _Exit(torch.autograd.Function):
-    """Exit of the pipeline: an empty tensor per chunk -> the result of all tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, pipeline: _Pipeline, *tokens: torch.Tensor) -> torch.Tensor:
-        ctx.pipeline, ctx.num_chunks = pipeline, len(tokens)
-        # Dispatch has read them.
-        pipeline.sources.clear()
-        return pipeline.result(COMBINE).rows
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, rows_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.pipeline.sources[COMBINE_BACKWARD.name] = Columns(rows=rows_TH.contiguous())
-        return (None, *[rows_TH.new_empty(0) for _ in range(ctx.num_chunks)])
+        ctx: Any, token: torch.Tensor, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        return None, None, token, *ctx.back(*gradients)

@@ -114,12 +114,6 @@ class Copies(NamedTuple):
     row_starts: torch.Tensor
     place: torch.Tensor | None = None
 
-    @classmethod
-    def empty(cls, num_rows: int, num_copies: int, parts: Parts, device: torch.device) -> "Copies":
-        """Uninitialised copies of one chunk."""
-        sizes = cls.sizes(num_rows, num_copies, parts)
-        return cls(*torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes))
-
     @staticmethod
     def sizes(num_rows: int, num_copies: int, parts: Parts) -> list[int]:
         """Lengths of the index tensors."""

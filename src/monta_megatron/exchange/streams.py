@@ -38,9 +38,10 @@ pass calls `record_stream` with its caller's stream (`keep`).
 Side streams are distinct from each other and from the caller's. Groups draw theirs from the same
 torch pools, one per priority, and cannot be asked which: only a group of another priority
 (`is_high_priority_stream`) is sure to have another stream. On a shared stream some operations wait
-unnecessarily; the order stays correct. That groups never wait for each other in a circle is told in
-`exchange.collectives`. Querying torch's current stream costs several times as much as setting it,
-so it is tracked here.
+unnecessarily; the order stays correct. Where NCCL does not keep the launch order
+(`exchange.launch_order`), each collective, of any pass, also waits for the one issued before it:
+groups cannot wait for each other in a circle. Querying torch's current stream costs several times
+as much as setting it, so it is tracked here.
 
 CPU ranks have no streams: a collective runs in a thread of its process group, and the host waits
 for it before the first use of its result. The executor makes the same calls; the program differs.
@@ -50,12 +51,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from monta_megatron.chains.program import Operation, Policy
-from monta_megatron.exchange.errors import TimeLimit
+from monta_megatron.exchange import errors
+from monta_megatron.exchange.launch_order import is_kept_by_nccl
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.executor import Execution
@@ -106,7 +108,10 @@ class Streams:
 
         return wait
 
-    def watch(
+    def before_collective(self) -> None:
+        """Keep the order of collectives where their groups do not."""
+
+    def after_collective(
         self, execution: "Execution", operation: Operation, works: list[torch.distributed.Work]
     ) -> None:
         """Watch the time limit of a collective for which the host does not wait."""
@@ -119,6 +124,8 @@ class CudaStreams(Streams):
     """Side streams, ordered by events; nothing here blocks the host."""
 
     policy: Policy = "streams"
+    # End of the latest collective of any pass; None where NCCL keeps their order.
+    _latest: ClassVar[torch.cuda.Event | None] = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -162,10 +169,19 @@ class CudaStreams(Streams):
 
         return wait
 
-    def watch(
+    def before_collective(self) -> None:
+        if CudaStreams._latest is not None:
+            self._current.wait_event(CudaStreams._latest)
+
+    def after_collective(
         self, execution: "Execution", operation: Operation, works: list[torch.distributed.Work]
     ) -> None:
-        device_time_limit().add(execution, operation, works)
+        errors.device_time_limit().add(execution, operation, works)
+        if not is_kept_by_nccl():
+            # An event behind it, as works would hold their tensors beyond the pass.
+            for work in works:
+                work.wait()
+            CudaStreams._latest = self._current.record_event()
 
     def keep(self, memory: torch.Tensor) -> None:
         memory.record_stream(self._caller)
@@ -174,12 +190,6 @@ class CudaStreams(Streams):
         if stream is not self._current:
             torch.cuda.set_stream(stream)
             self._current = stream
-
-
-@cache
-def device_time_limit() -> TimeLimit:
-    """Watcher of all passes' collectives."""
-    return TimeLimit()
 
 
 @cache

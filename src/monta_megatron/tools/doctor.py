@@ -137,7 +137,7 @@ def _communicators() -> Iterator[Finding]:
     elif value == "1":
         yield Finding(VARIABLE, "ok", f"1, set by the user: {by}")
     else:
-        advice = "1 starts operations of all communicators in one order: none can deadlock"
+        advice = "with 1, collectives of different groups overlap, and none can deadlock"
         yield Finding(VARIABLE, "note", f"{value}, set by the user: {by}", advice)
 
     value = os.environ.get(QUEUES)

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
 
 from compiled_kernels import TARGETS, Compiled, launches
+from fake_world import empty_copies
 
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.buffers import Columns, MessageFormat
@@ -32,7 +33,7 @@ def message(num_rows: int, dtype: torch.dtype, hidden_size: int, topk: int = TOP
 def copies_of(num_rows: int = NUM_ROWS, num_copies: int = NUM_COPIES) -> Copies:
     """Copies for one expert each, of no values."""
     one = Parts(first=0, size=1, num_parts=1)
-    return Copies.empty(num_rows, num_copies, one, torch.device("cpu"))
+    return empty_copies(num_rows, num_copies, one, torch.device("cpu"))
 
 
 def run_on_rows(kernel: str, dtype: torch.dtype, hidden_size: int) -> None:

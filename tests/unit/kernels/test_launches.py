@@ -8,13 +8,13 @@ import torch
 pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
 
 from compiled_kernels import no_driver
+from fake_world import empty_copies
 from triton.compiler.compiler import LazyDict
 
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.kernels import tiles
 from monta_megatron.exchange.kernels.copies import duplicate
-from monta_megatron.exchange.rows import Copies
 
 HIDDEN = 32
 PARTS = Parts(first=0, size=1, num_parts=4)
@@ -28,7 +28,7 @@ def test_a_variant_is_launched_as_its_kernel_is() -> None:
     columns = Columns(rows=torch.zeros(6, HIDDEN, dtype=torch.bfloat16))
     with no_driver(lambda *arguments: launched.append(arguments)):
         for num_copies in (9, 9, 5):
-            copies = Copies.empty(6, num_copies, PARTS, into.device)
+            copies = empty_copies(6, num_copies, PARTS, into.device)
             duplicate(columns, copies, Columns(rows=into), launches=launches)
             # Triton, which looks variants up, is asked for the first.
             launches["duplicate"].kernel = None

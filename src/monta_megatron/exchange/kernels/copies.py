@@ -153,6 +153,7 @@ def _find_copies(
         of_blocks = tl.load(counts + other * num_parts + part[None, :], is_count, other=0)
         total += tl.sum(of_blocks, 0)
         earlier += tl.sum(tl.where(other < block, of_blocks, 0), 0)
+    assert tl.sum(total, 0) == num_copies, "ids and counts of copies disagree"
     next_copy = tl.cumsum(total, 0) - total + earlier
     next_by_row = tl.sum(earlier, 0)
 

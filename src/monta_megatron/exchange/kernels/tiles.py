@@ -18,6 +18,10 @@ UNIT_BYTES = 16
 WARPS = 4
 # Before Triton 3.4 a variant takes other arguments than its kernel.
 LAUNCHES_VARIANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4)
+OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
+if LAUNCHES_VARIANTS and torch.version.hip is None:
+    # Assertions in kernels hold, as in torch's own kernels; none is added for overflows.
+    OPTIONS |= {"debug": True, "sanitize_overflow": False}
 # Values of an expert list processed at a time.
 LIST = tl.constexpr(16)
 
@@ -67,7 +71,9 @@ class Launch:
     """Repeated launch of a kernel for different rows, without fused multiply-add.
 
     The first launch binds arguments and looks up the variant, which takes the host ten times as
-    long as the rest. Later launches must have the same; see `exchange.buffers._launches_of`.
+    long as the rest. Later launches run it without Triton's checks, so they must have the same
+    device, dtypes, alignment of rows, and None for the same arguments: the key under which a
+    `Launch` is kept fixes these (`exchange.buffers._launches_of`, `routing._list_launch`).
 
     Args:
         kernel: the kernel.
@@ -90,7 +96,7 @@ class Launch:
         if self._variant is not None:
             self._variant[grid](*args, *self.shared)
             return
-        variant = self.kernel[grid](*args, *self.shared, num_warps=WARPS, enable_fp_fusion=False)
+        variant = self.kernel[grid](*args, *self.shared, **OPTIONS)
         # The interpreter returns no variant.
         if LAUNCHES_VARIANTS:
             self._variant = variant
