@@ -28,7 +28,7 @@ from monta_megatron.planner.schedule import Task, simulate
 
 # 2 nodes of 4 ranks.
 LAYOUT = Layout(ep=8, etp=1, num_local_experts=1, rank=0, nodes=(0, 0, 0, 0, 1, 1, 1, 1))
-LAUNCH_US = 20.0
+LAUNCH_US, COUNTING_US = 20.0, 300.0
 
 
 def planted_us(point: Point) -> float:
@@ -41,13 +41,14 @@ def samples_of(points: list[Point]) -> Samples:
 
     Passes put rows in order: 4 operations in one chunk, 4 x 2 x 8 with a copy before that in 8. The
     host enqueues 10 for those (two that find ids, two of each pass) and 152, for 10 us each; a
-    stage takes it 2 us besides, a pass 240.
+    stage takes it 2 us besides, a pass 240. Counting comes before, with 10 or 12 operations.
     """
     us_of = {PASSES: 4 * 240.0 + 4 * 2 + 10 * 10, CHUNKED_PASSES: 4 * 240.0 + 64 * 2 + 152 * 10}
-    us_of |= {each: planted_us(each) for each in points}
+    planted = {task: Sample(us + COUNTING_US, COUNTING_US) for task, us in us_of.items()}
+    planted |= {point: Sample(planted_us(point), LAUNCH_US) for point in points}
     return {
-        task: [Sample(us * noise, LAUNCH_US * noise) for noise in (30.0, 1.0, 0.1)]
-        for task, us in us_of.items()
+        task: [Sample(us * noise, launch_us * noise) for noise in (30.0, 1.0, 0.1)]
+        for task, (us, launch_us) in planted.items()
     }
 
 
@@ -68,7 +69,8 @@ def test_a_point_counts_the_bytes_that_leave_a_rank() -> None:
 
 def test_curves_are_the_planted_ones() -> None:
     points = points_of(LAYOUT, "cuda")
-    curves = fit_curves(points, samples_of(points), on_cpu=False)
+    samples = samples_of(points)
+    curves = fit_curves(points, samples, "fused", fit_host_costs(samples, "fused", "by hand"))
     found = {
         (curve.resource, curve.operation, curve.group_size, size): us
         for curve in curves
@@ -84,12 +86,13 @@ def test_host_time_of_cpu_ranks_is_not_counted_twice() -> None:
     points = points_of(LAYOUT, "cpu")
     samples = samples_of(points)
     host = fit_host_costs(samples, "host", source="by hand")
-    for curve in fit_curves(points, samples, on_cpu=True):
+    for curve in fit_curves(points, samples, "host", host):
         less_us = host.collective_us if curve.resource != "memory" else 0.0
         expected = [round(100 + size / 1e2 - less_us, 1) for size in curve.sizes_bytes]
         assert list(curve.times_us) == pytest.approx(expected)
     assert (host.collective_us, host.operation_us) == (LAUNCH_US, 0.0)
     assert (host.stage_us, host.pass_us) == (2, 240)
+    assert (host.counts_us, host.counts_to_host_us) == (COUNTING_US, 0)
 
 
 def test_host_time_of_a_gpu_s_operations() -> None:
@@ -97,6 +100,19 @@ def test_host_time_of_a_gpu_s_operations() -> None:
     samples = samples_of(points_of(LAYOUT, "cuda"))
     host = fit_host_costs(samples, "fused", source="by hand")
     assert (host.operation_us, host.collective_us) == (10, 10)
+    assert (host.counts_us, host.counts_to_host_us) == (COUNTING_US - 10 * 10, 20)
+
+
+def test_noise_in_all_runs_of_a_task() -> None:
+    """A size that takes longer than the next takes as long; a falling line costs nothing more."""
+    points = points_of(LAYOUT, "cuda")[:3]
+    samples = {**samples_of(points_of(LAYOUT, "cuda")), points[1]: [Sample(1e6, LAUNCH_US)]}
+    samples[CHUNKED_PASSES] = [Sample(COUNTING_US + 100.0, COUNTING_US)]
+    host = fit_host_costs(samples, "fused", source="by hand")
+    (curve,) = fit_curves(points, samples, "fused", host)
+    first_us, _, last_us = map(planted_us, points)
+    assert curve.times_us == (round(first_us, 1), round(last_us, 1), round(last_us, 1))
+    assert (host.stage_us, host.pass_us) == (0, 242)
 
 
 @pytest.mark.parametrize("us_per_byte", [1e-5, 1e-3, 1e-1])
@@ -104,10 +120,9 @@ def test_pairs_are_those_of_chains_at_any_rate(us_per_byte: float) -> None:
     """Rails beside gathers of a node, and both beside copies."""
     times_us = {point: 20 + point.num_bytes * us_per_byte for point in points_of(LAYOUT, "cpu")}
     pairs = choose_pairs(times_us)
-    halves = [(pair.first.curve, pair.second.curve) for pair, _ in pairs]
+    halves = [(pair.first.curve, pair.second.curve) for pair in pairs]
     rails, node, copy = ("inter", "alltoall", 2), ("intra", "allgather", 4), ("memory", "copy", 1)
     assert halves == [(rails, node), (rails, copy), (node, copy)]
-    assert {(short.length, long.length) for short, long in pairs} == {(0.5, 2.0)}
     # With as few sizes as a calibration may have.
     curves = [[point for point in times_us if point.curve == key] for key in (rails, node, copy)]
     fewest = [point for curve in curves for point in curve[:LEAST_SIZES]]
@@ -141,10 +156,8 @@ def test_slowdowns_from_the_schedule_they_give(first: float, second: float) -> N
 def test_contention_takes_the_median_of_the_rounds() -> None:
     """0.4 and 0.625 are 1.25 and 2; noise gives slowdowns from 1 to 2 too."""
     pairs = choose_pairs({point: planted_us(point) for point in points_of(LAYOUT, "cpu")})
-    excesses = {}
-    for short, long in pairs:
-        excesses |= {short: [0.4, 0.4, 1.0], long: [0.0, 0.625, 0.625]}
-    found = fit_contention(pairs, excesses)
+    rounds = [(0.4, 0.0), (0.4, 0.625), (1.0, 0.625)]
+    found = fit_contention(dict.fromkeys(pairs, rounds))
     names = (("network", "node_link"), ("network", "memory"), ("node_link", "memory"))
     assert found == tuple(
         row for one, other in names for row in ((one, other, 1.25), (other, one, 2.0))

@@ -20,7 +20,7 @@ from monta_megatron.calibration.tasks import (
     Task,
     points_of,
 )
-from monta_megatron.calibration.timer import FIRST_REPEATS, Timer
+from monta_megatron.calibration.timer import TRIAL_REPEATS, Timer
 from monta_megatron.common.text import Progress
 from monta_megatron.exchange.collectives import PeerGroup
 
@@ -83,7 +83,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     monkeypatch.setattr(timer, "time", clock)
     monkeypatch.setattr(timer.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(timer.torch.cuda, "synchronize", lambda: None)
     return clock
 
 
@@ -118,24 +117,52 @@ def test_a_core_is_busy_with_the_ranks_that_share_it(clock: Clock) -> None:
     assert timer.samples[RAIL] == [pytest.approx((25, 20))]
 
 
-def test_a_pair_takes_each_alone_and_both_together(clock: Clock) -> None:
-    """A collective of 100 us, of which 90 are hidden, beside 2 copies of 20 us on the host.
+def test_a_device_is_timed_by_its_own_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 5 us that the host launches in 10 each, behind fills that take longer."""
+    device_s: list[float] = []
 
-    How many copies are 0.4 times as long as the collective is known from those that ran before.
-    """
-    pair, times_us = Pair(RAIL, COPY, 0.4), {RAIL: (10.0, 90.0), COPY: (20.0, 0.0)}
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            # The device begins when it has done the fills, and is behind the host from there on.
+            device_s.append(1.0 + 5e-6 * len(clock.runs))
+
+        def synchronize(self) -> None:
+            clock.now_s = device_s[-1]
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (device_s[-1] - device_s[-2]) * 1e3
+
+    monkeypatch.setattr(timer.torch.cuda, "Event", Event)
+    monkeypatch.setitem(timer.COLD_BYTES, "cuda", 1)
+    of_rank = clock.timer({COPY: (10.0, 0.0)}, budget_s=1.0)
+    assert of_rank._run(COPY, "device", repeats=4) == pytest.approx((5, 10))
+    of_rank.device = torch.device("cuda")
+    assert [of_rank._clock(task) for task in (COPY, Pair(RAIL, COPY), PASSES)] == [
+        *("device", "device", "wall")
+    ]
+
+
+def test_a_pair_takes_each_alone_and_both_together(clock: Clock) -> None:
+    """A collective of 100 us, of which 90 are hidden, beside 2 and then 8 copies of 25 us."""
+    pair, times_us = Pair(RAIL, COPY), {RAIL: (10.0, 90.0), COPY: (25.0, 0.0)}
     timer = clock.timer(times_us, budget_s=0.0, ranks_per_core=2.0)
     assert timer.run_rounds([pair], PROGRESS) == 1
-    assert clock.runs == [RAIL, *[COPY] * FIRST_REPEATS, COPY, COPY, RAIL, COPY, COPY]
-    # By the fake clock nothing runs at once: 140 us, which is one after the other.
-    assert timer.excesses[pair] == [1.0]
+    runs: list[Task] = []
+    for copies in ([COPY] * 2, [COPY] * 8):
+        runs += [RAIL, *[COPY] * TRIAL_REPEATS, *copies, RAIL, *copies]
+    assert clock.runs == runs
+    # By the fake clock nothing runs at once, which is one after the other.
+    assert timer.excesses[pair] == [pytest.approx([1.0, 1.0])]
 
 
 def test_the_budget_is_a_number_of_runs(clock: Clock) -> None:
-    """Passes of 1 s and a collective of 1 s in 10 s: 5 rounds of both, or one less."""
+    """Passes of 1 s and a collective of 1 s in 12 s, of which each first takes one for itself."""
     times_us = dict.fromkeys((PASSES, RAIL), (0.0, 1e6))
-    timer = clock.timer(times_us, budget_s=10.0)
-    assert timer.run_rounds([PASSES, RAIL], PROGRESS) == 5 and timer.elapsed_s == 10
+    timer = clock.timer(times_us, budget_s=12.0)
+    assert timer.run_rounds([PASSES, RAIL], PROGRESS) == 5 and timer.elapsed_s == 12
     assert {task: len(samples) for task, samples in timer.samples.items()} == {PASSES: 5, RAIL: 5}
     # One that is spent before the first round: each runs once.
     late = clock.timer(times_us, budget_s=1.0)
@@ -144,16 +171,16 @@ def test_the_budget_is_a_number_of_runs(clock: Clock) -> None:
 
 
 def test_rounds_end_by_the_time_that_all_ranks_share(clock: Clock) -> None:
-    """3 s have passed here and 11 s on the other rank, which starts no run beyond 8 s.
+    """2 s have passed here and 10 s on the other rank, which starts no run beyond 8 s.
 
     By its own clock this rank would start one, and wait for the other rank forever.
     """
     clock.elsewhere_s = 8.0
     timer = clock.timer({RAIL: (0.0, 1e6)}, budget_s=8.0)
-    # A run that is not timed, and two that are: how long they take is known.
+    # A run that is not timed, and one that is: how long they take is known.
     timer.run_sizes([RAIL], PROGRESS)
-    assert (clock.now_s, timer.elapsed_s, timer.took_s[RAIL]) == (3.0, 11.0, 2.0)
-    assert timer.run_rounds([RAIL], PROGRESS) == 1 and len(clock.runs) == 3
+    assert (clock.now_s, timer.elapsed_s, timer.took_s[RAIL]) == (2.0, 10.0, 1.0)
+    assert timer.run_rounds([RAIL], PROGRESS) == 1 and len(clock.runs) == 2
 
 
 def test_large_sizes_wait_for_half_of_the_budget(clock: Clock) -> None:
@@ -165,7 +192,7 @@ def test_large_sizes_wait_for_half_of_the_budget(clock: Clock) -> None:
         **{point: (0.0, 1.0 * point.num_bytes) for point in RAILS},
         **{point: (0.0, 1e-4 * point.num_bytes) for point in COPIES},
     }
-    timer = clock.timer(times_us, budget_s=0.4)
+    timer = clock.timer(times_us, budget_s=0.5)
     assert timer.run_sizes([*RAILS, *COPIES], PROGRESS) == [*RAILS[:LEAST_SIZES], *COPIES]
     taken = [point.num_bytes for point in timer.samples if isinstance(point, Point)]
     assert taken == sorted(taken)
@@ -183,8 +210,8 @@ def test_groups_by_hand(
     rank: int, inter: list[list[int]], intra: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2 nodes of 4 ranks: some ranks of both nodes, or neighbours on one node."""
-    monkeypatch.setattr(command, "new_local_group", lambda ranks, *_: list(ranks))
-    monkeypatch.setattr(command, "peer_group", lambda name, group, nodes: group)
+    monkeypatch.setattr(command.collectives, "new_local_group", lambda ranks, *_: list(ranks))
+    monkeypatch.setattr(command.collectives, "peer_group", lambda name, group, nodes: group)
     found = command.make_groups(replace(LAYOUT, rank=rank))
     assert found == {
         (resource, len(ranks)): ranks

@@ -4,19 +4,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 
+from monta_megatron.calibration import tasks
 from monta_megatron.calibration.fit import fit_contention, fit_curves, fit_host_costs
-from monta_megatron.calibration.tasks import (
-    CHUNKED_PASSES,
-    PASSES,
-    choose_pairs,
-    etp_sizes,
-    points_of,
-)
 from monta_megatron.calibration.timer import Timer, starter_of
 from monta_megatron.chains.program import Policy, Resource
 from monta_megatron.common import strict_yaml
@@ -24,22 +17,14 @@ from monta_megatron.common.errors import UserError
 from monta_megatron.common.nodes import BOOT_ID
 from monta_megatron.common.text import Progress, counted, table
 from monta_megatron.core import GroupName, Layout
-from monta_megatron.exchange.collectives import (
-    PeerGroup,
-    find_nodes,
-    gather_objects,
-    nccl_settings,
-    new_local_group,
-    peer_group,
-)
+from monta_megatron.exchange import collectives
+from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.kernels import agreed_kernels
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCE_NAMES, Curve
 
-# The columns of nccl-tests.
-NCCL_TESTS = ("size (B)", "time (us)", "algbw (GB/s)", "busbw (GB/s)")
-COLUMNS = "operation", "link", ">ranks", *(f">{name}" for name in NCCL_TESTS)
+COLUMNS = "operation", "link", ">ranks", ">size (B)", ">time (us)", ">algbw (GB/s)", ">busbw (GB/s)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +48,7 @@ class Calibration:
     def text(self) -> str:
         """Every size by the columns of nccl-tests, CTAs and contention."""
         cluster = self.cluster
-        rows = [
-            (curve.operation, RESOURCE_NAMES[curve.resource], curve.group_size, *row)
-            for curve in cluster.curves
-            for row in nccl_rows(curve, cluster.num_nodes)
-        ]
+        rows = [row for curve in cluster.curves for row in nccl_rows(curve, cluster.num_nodes)]
         return "\n".join(
             [
                 table(COLUMNS, rows, cluster.name),
@@ -82,12 +63,12 @@ class Calibration:
 
 
 def nccl_rows(curve: Curve, num_nodes: int) -> list[Sequence[object]]:
-    """Size, time, algbw and busbw of a curve's points, as nccl-tests counts them.
+    """The points of a curve by `COLUMNS`, as nccl-tests counts them.
 
     The size of a collective is what a rank has for, or gets from, all ranks, itself among them; a
     curve counts what it sends through the link. busbw = algbw * (ranks - 1) / ranks.
     """
-    ranks = curve.group_size
+    link, ranks = RESOURCE_NAMES[curve.resource], curve.group_size
     # Ranks to which the resource does not lead, the rank itself among them.
     near = ranks // num_nodes if curve.resource == "inter" else 1
     rows: list[Sequence[object]] = []
@@ -95,7 +76,7 @@ def nccl_rows(curve: Curve, num_nodes: int) -> list[Sequence[object]]:
         size = num_bytes if ranks == 1 else num_bytes * ranks // (ranks - near)
         algbw = size / us / 1e3
         busbw = None if ranks == 1 else f"{algbw * (ranks - 1) / ranks:.2f}"
-        rows.append((size, f"{us:.1f}", f"{algbw:.2f}", busbw))
+        rows.append((curve.operation, link, ranks, size, f"{us:.1f}", f"{algbw:.2f}", busbw))
     return rows
 
 
@@ -125,19 +106,17 @@ def calibrate(
     world, on_cpu = dist.group.WORLD, device.type == "cpu"
     assert world is not None, "the launch has been joined"
     # Step 1: nodes and groups.
-    nodes = find_nodes(world, ranks_per_node)
+    nodes = collectives.find_nodes(world, ranks_per_node)
     layout = Layout(ep=len(nodes), etp=1, num_local_experts=1, rank=dist.get_rank(), nodes=nodes)
     if len(nodes) == 1 or layout.uneven_nodes() is not None:
         raise UserError(f"ranks: got nodes {list(nodes)}, must be several, evenly in order")
-    num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
-    if nics_per_node is None and num_nodes > 1:
+    if nics_per_node is None and layout.num_nodes > 1:
         raise UserError("--nics-per-node: not given, must be the network interfaces of a node")
-    nics = nics_per_node or ranks_per_node
     groups = make_groups(layout)
     fused = agreed_kernels("auto", device.type, world)[0] == "fused"
 
     # Step 2: sizes, as far as the budget allows.
-    points = points_of(layout, device.type)
+    points = tasks.points_of(layout, device.type)
     timer = Timer(
         group=world,
         device=device,
@@ -150,57 +129,53 @@ def calibrate(
     points = timer.run_sizes(points, progress)
 
     # Step 3: host work, pairs, and all sizes again for as long as the budget lasts.
-    pairs = choose_pairs({point: timer.samples[point][0].us for point in points})
+    pairs = tasks.choose_pairs({point: timer.samples[point][0].us for point in points})
     progress.phase("more runs, by seconds", round(budget_s))
-    runs = timer.run_rounds(
-        [PASSES, CHUNKED_PASSES, *chain.from_iterable(pairs), *points], progress
-    )
+    runs = timer.run_rounds([tasks.PASSES, tasks.CHUNKED_PASSES, *pairs, *points], progress)
 
     # Step 4: the cluster.
     hardware = hardware or gpu_name() or "CPU ranks"
     day = datetime.now(timezone.utc).date().isoformat()
     source = f"monta calibrate, {hardware}, torch {torch.__version__}, {day}"
     policy: Policy = "host" if on_cpu else "fused" if fused else "streams"
+    host = fit_host_costs(timer.samples, policy, source)
     memory = None if on_cpu else torch.cuda.get_device_properties(device).total_memory / 1e9
     cluster = Cluster(
-        name=f"{hardware}, {num_nodes} x {ranks_per_node}",
-        num_nodes=num_nodes,
-        ranks_per_node=ranks_per_node,
-        nics_per_node=nics,
+        name=f"{hardware}, {layout.num_nodes} x {layout.ranks_per_node}",
+        num_nodes=layout.num_nodes,
+        ranks_per_node=layout.ranks_per_node,
+        nics_per_node=nics_per_node or layout.ranks_per_node,
         source=source,
         memory_gb_per_rank=memory,
         policy=policy,
-        host=fit_host_costs(timer.samples, policy, source),
-        curves=fit_curves(points, timer.samples, on_cpu),
-        contention=fit_contention(pairs, timer.excesses),
+        host=host,
+        curves=fit_curves(points, timer.samples, policy, host),
+        contention=fit_contention(timer.excesses),
     )
     ctas = {group.name: text for group in groups.values() if (text := ctas_of(group))}
     return Calibration(cluster=cluster, runs=runs, ctas=ctas)
 
 
 def make_groups(layout: Layout) -> dict[tuple[Resource, int], PeerGroup]:
-    """(resource, ranks) -> the group of this rank, made by all ranks in the same order.
-
-    Args:
-        layout: this rank in the exchange of all ranks.
-    """
+    """(resource, ranks) -> the group of this rank, made by all ranks in the same order."""
     groups: dict[tuple[Resource, int], PeerGroup] = {}
-    for etp in etp_sizes(layout.ranks_per_node):
+    node_of = dict(enumerate(layout.nodes))
+    for etp in tasks.etp_sizes(layout.ranks_per_node):
         of_etp = replace(layout, ep=len(layout.nodes) // etp, etp=etp)
         names: dict[Resource, GroupName] = {"intra": "etp"}
         if layout.num_nodes > 1:
             names["inter"] = "ep"
         for resource, name in names.items():
             ranks = of_etp.members(name, layout.rank)
-            group = new_local_group(ranks, f"monta {resource} {etp}", dist.group.WORLD)
+            group = collectives.new_local_group(ranks, f"monta {resource} {etp}", dist.group.WORLD)
             text = f"{counted(len(ranks), 'rank')}, {RESOURCE_NAMES[resource]}"
-            groups[resource, len(ranks)] = peer_group(text, group, dict(enumerate(layout.nodes)))
+            groups[resource, len(ranks)] = collectives.peer_group(text, group, node_of)
     return groups
 
 
 def ctas_of(group: PeerGroup) -> str | None:
     """The fewest and the most CTAs that a communicator may use; None without NCCL."""
-    settings = nccl_settings(group.process_group)
+    settings = collectives.nccl_settings(group.process_group)
     ends = (
         os.environ.get(f"NCCL_{end}_CTAS") or settings.get(f"{end.lower()}_ctas") or "default"
         for end in ("MIN", "MAX")
@@ -211,6 +186,8 @@ def ctas_of(group: PeerGroup) -> str | None:
 def find_ranks_per_core(world: dist.ProcessGroup) -> float:
     """CPU ranks per core that they may use, over all emulated nodes of a machine."""
     by_machine: dict[str, list[set[int]]] = {}
-    for name, cores in gather_objects((BOOT_ID.read_text(), os.sched_getaffinity(0)), world):
+    for name, cores in collectives.gather_objects(
+        (BOOT_ID.read_text(), os.sched_getaffinity(0)), world
+    ):
         by_machine.setdefault(name, []).append(cores)
     return max(1.0, *(len(ranks) / len(set().union(*ranks)) for ranks in by_machine.values()))

@@ -1,60 +1,58 @@
 """From samples to the costs of a cluster: curves, host costs, contention. No torch."""
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from statistics import median
 from typing import TypeAlias
 
-from monta_megatron.calibration.tasks import (
-    CHUNKED_PASSES,
-    PASSES,
-    Pair,
-    Point,
-    Sample,
-    Task,
-)
-from monta_megatron.chains.program import COLLECTIVES, FORWARD_BACKWARD, Policy
+from monta_megatron.calibration import tasks
+from monta_megatron.calibration.tasks import Pair, Point, Sample, Task
+from monta_megatron.chains.program import COLLECTIVES, DISPATCH, FORWARD_BACKWARD, Policy
 from monta_megatron.planner.cluster import Contention, HostCosts
 from monta_megatron.planner.curves import NAMES, Curve
+from monta_megatron.planner.traffic import num_host_operations
 
 Samples: TypeAlias = Mapping[Task, Sequence[Sample]]
 
 
-def fit_curves(points: Sequence[Point], samples: Samples, on_cpu: bool) -> tuple[Curve, ...]:
-    """The median time of every point, as curves.
+def fit_curves(
+    points: Sequence[Point], samples: Samples, policy: Policy, host: HostCosts
+) -> tuple[Curve, ...]:
+    """The median time of every point, as curves that do not fall.
 
     On CPU ranks without the host time to start a collective, which is part of its time there.
 
     Args:
         points: that were timed, curve by curve in ascending sizes.
         samples: of each task.
-        on_cpu: whether ranks are CPU ranks.
+        policy: how the ranks run an exchange.
+        host: the host costs that were fitted to the same samples.
     """
-    start_us = least_start_us(samples, COLLECTIVES) if on_cpu else 0.0
     curves = []
     for (resource, operation, group_size), of_curve in groupby(points, lambda point: point.curve):
-        less_us = start_us if operation in COLLECTIVES else 0.0
-        times_us = {
-            point.num_bytes: median(sample.us for sample in samples[point]) - less_us
-            for point in of_curve
-        }
+        sizes = list(of_curve)
+        times_us = [median(sample.us for sample in samples[point]) for point in sizes]
+        # Others on a machine only make runs longer: a size takes no longer than a larger one.
+        times_us = list(accumulate(reversed(times_us), min))[::-1]
+        less_us = host.collective_us if policy == "host" and operation in COLLECTIVES else 0.0
         curves.append(
             Curve(
                 operation=operation,
                 resource=resource,
                 group_size=group_size,
-                sizes_bytes=tuple(times_us),
+                sizes_bytes=tuple(point.num_bytes for point in sizes),
                 # None may be 0.
-                times_us=tuple(max(round(us, 1), 0.1) for us in times_us.values()),
+                times_us=tuple(max(round(us - less_us, 1), 0.1) for us in times_us),
             )
         )
     return tuple(curves)
 
 
 def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:
-    """Host time to start operations, and around the stages of a pass.
+    """Host time to start operations, to count and bind, and around the stages of a pass.
 
-    Of counts, and for each peer of a collective, it is the reference's.
+    A difference that noise makes negative counts as 0. Not measured are `collective_peer_us` and
+    `stock_counts_us`, which keep the reference's.
 
     Args:
         samples: of each task.
@@ -65,16 +63,22 @@ def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:
     enqueue_us = least_start_us(samples, ("copy",)) / 2
     operation_us = 0.0 if policy == "host" else enqueue_us
     collective_us = least_start_us(samples, COLLECTIVES) - operation_us
+    counts_us = median(sample.launch_us for sample in samples[tasks.PASSES])
+    counts_us -= operation_us * num_host_operations("count", DISPATCH, tasks.HOST_ROW, policy)
     numbers, times_us = [], []
-    for task in (PASSES, CHUNKED_PASSES):
+    for task in (tasks.PASSES, tasks.CHUNKED_PASSES):
         number, num_enqueued = task.operations(policy)
+        us = median(sample.us - sample.launch_us for sample in samples[task])
         numbers.append(number)
-        times_us.append(median(sample.us for sample in samples[task]) - enqueue_us * num_enqueued)
+        times_us.append(us - enqueue_us * num_enqueued)
     stage_us = max(times_us[1] - times_us[0], 0.0) / (numbers[1] - numbers[0])
     pass_us = (times_us[0] - numbers[0] * stage_us) / len(FORWARD_BACKWARD)
     return HostCosts(
         collective_us=round(max(collective_us, 0.0), 2),
         operation_us=round(operation_us, 2),
+        # A copy and a wait.
+        counts_to_host_us=round(2 * operation_us, 2),
+        counts_us=round(max(counts_us, 0.0), 2),
         pass_us=round(max(pass_us, 0.0), 2),
         stage_us=round(stage_us, 2),
         source=source,
@@ -90,14 +94,12 @@ def least_start_us(samples: Samples, operations: Collection[str]) -> float:
     )
 
 
-def fit_contention(
-    pairs: Sequence[tuple[Pair, Pair]], excesses: Mapping[Pair, Sequence[float]]
-) -> tuple[Contention, ...]:
-    """The factors of every two operations, from the median excess of their pairs."""
+def fit_contention(excesses: Mapping[Pair, Sequence[Sequence[float]]]) -> tuple[Contention, ...]:
+    """The factors of every two operations, from the median excesses of their pair."""
     rows: list[Contention] = []
-    for pair in pairs:
-        one, other = NAMES[pair[0].first.resource], NAMES[pair[0].second.resource]
-        first, second = slowdowns(*(median(excesses[of_length]) for of_length in pair))
+    for pair, runs in excesses.items():
+        one, other = NAMES[pair.first.resource], NAMES[pair.second.resource]
+        first, second = slowdowns(*(median(of_length) for of_length in zip(*runs, strict=True)))
         rows += [(one, other, round(first, 2)), (other, one, round(second, 2))]
     return tuple(rows)
 

@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from monta_megatron.chains import CHAINS, Counts
-from monta_megatron.chains.chain import BoundChain
 from monta_megatron.chains.lower import lower
 from monta_megatron.chains.program import (
     COLLECTIVES,
@@ -31,28 +30,29 @@ from monta_megatron.planner.traffic import num_host_operations
 MESSAGE_ROW_BYTES = 16
 # A hidden row, and its copies in a sum.
 HIDDEN_ROW_BYTES, NUM_COPIES = 4096, 4
-# Bytes read and written per row; `planner.cluster` says what stands in for other operations.
-IN_MEMORY: dict[PricedOperation, int] = {
-    "copy": 2 * HIDDEN_ROW_BYTES,
-    "sum": (NUM_COPIES + 1) * HIDDEN_ROW_BYTES,
-}
+# Rows read and written for each; `planner.cluster` says what stands in for other operations.
+IN_MEMORY: dict[PricedOperation, int] = {"copy": 2, "sum": NUM_COPIES + 1}
 
-# Sizes per rank, up to those of real exchanges; far apart, and no powers of two, as sizes of real
-# exchanges hardly ever are.
+# Bytes per rank of the first size, and how many sizes there are, up to those of real exchanges; far
+# apart, and no powers of two, as sizes of real exchanges hardly ever are.
 FIRST_BYTES: dict[Resource, int] = {"inter": 5 << 10, "intra": 5 << 10, "memory": 20 << 10}
-LAST_BYTES: dict[str, dict[Resource, int]] = {
-    "cpu": {"inter": 5 << 20, "intra": 20 << 20, "memory": 80 << 20},
-    "cuda": {"inter": 320 << 20, "intra": 320 << 20, "memory": 1280 << 20},
+NUM_SIZES: dict[str, dict[Resource, int]] = {
+    "cpu": {"inter": 6, "intra": 7, "memory": 7},
+    "cuda": {"inter": 9, "intra": 9, "memory": 9},
 }
 SIZE_FACTOR = 4
-# Tokens of host work.
+# Host work is timed on few and short rows, since none of its time should be theirs.
 NUM_TOKENS = 128
+ALONE = Layout(ep=1, etp=1, num_local_experts=2, rank=0, nodes=(0,))
+HOST_CHAIN = CHAINS["alltoall_allgather"]
+HOST_ROW = RowFormat(hidden_size=1, value_bytes=4, prob_bytes=4, sum_bytes=4)
 # A curve has no fewer, whatever they take.
 LEAST_SIZES = 3
 # The most that a pair's collective takes: as long as the chunk of a real exchange on CPU ranks,
 # where a shorter one measures the latency of the scheduler.
 PAIR_US = 100_000.0
-SHORT, LONG = 0.5, 2.0
+# Of all runs of its other operation, as multiples of the collective's.
+LENGTHS = 0.5, 2.0
 
 
 class Point(NamedTuple):
@@ -85,24 +85,22 @@ class Point(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Host work: all four passes of a rank with itself, on a handful of rows."""
+    """Host work: a rank alone counts its tokens, binds a chain, and runs all four passes.
+
+    A chunk has rows of two experts to put in order. More ranks, and most other chains, take the
+    host hardly longer to count and to bind.
+    """
 
     num_chunks: int
 
-    def bind(self) -> BoundChain:
-        """The chain of these passes, in which a chunk has rows of two experts to put in order."""
-        layout = Layout(ep=1, etp=1, num_local_experts=2, rank=0, nodes=(0,))
-        sent = np.full((1, 2), NUM_TOKENS // 2)
-        counts = Counts(sent=sent, received=sent[None])
-        return CHAINS["alltoall_allgather"].bind(layout, counts, self.num_chunks)
-
     def operations(self, policy: Policy) -> tuple[int, float]:
         """How many operations all passes have, and how many the host enqueues for them."""
-        bound, row = self.bind(), RowFormat(hidden_size=1, value_bytes=4, prob_bytes=4, sum_bytes=4)
+        sent = np.full((1, 2), NUM_TOKENS // 2)
+        bound = HOST_CHAIN.bind(ALONE, Counts(sent=sent, received=sent[None]), self.num_chunks)
         enqueued = [
-            num_host_operations(operation.kind, pass_, row, policy, self.num_chunks)
+            num_host_operations(operation.kind, pass_, HOST_ROW, policy, self.num_chunks)
             for pass_ in FORWARD_BACKWARD
-            for operation in lower(bound, pass_, row, 1, policy).program.operations
+            for operation in lower(bound, pass_, HOST_ROW, 1, policy).program.operations
         ]
         return len(enqueued), sum(enqueued)
 
@@ -116,8 +114,8 @@ class Sample(NamedTuple):
     """Times of one run of a task.
 
     Attributes:
-        us: from the start to the result.
-        launch_us: the part of it until the host was free again.
+        us: from the start to the result; of an operation on a GPU, the GPU's own time.
+        launch_us: host time until it was started; of passes, until their chain was bound.
     """
 
     us: float
@@ -125,17 +123,10 @@ class Sample(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A collective beside runs of an operation on another resource.
-
-    Attributes:
-        first: the collective.
-        second: the other operation.
-        length: of all runs of the second, as a multiple of the first's.
-    """
+    """A collective, and an operation on another resource whose runs go on beside it."""
 
     first: Point
     second: Point
-    length: float
 
 
 def etp_sizes(ranks_per_node: int) -> list[int]:
@@ -164,26 +155,23 @@ def points_of(layout: Layout, device: str) -> list[Point]:
             # Only the chain `allgather` gathers across nodes, and it does so from all ranks.
             if etp == 1:
                 curves.append(("allgather", "inter", world, row_bytes))
-    curves += [(operation, "memory", 1, row_bytes) for operation, row_bytes in IN_MEMORY.items()]
+    curves += [(operation, "memory", 1, n * HIDDEN_ROW_BYTES) for operation, n in IN_MEMORY.items()]
     points = []
     for operation, resource, group_size, row_bytes in sorted(curves, key=lambda of: of[1]):
-        num_bytes = FIRST_BYTES[resource]
-        while num_bytes <= LAST_BYTES[device][resource]:
-            num_rows = max(round(num_bytes / row_bytes), 1)
-            points.append(Point(operation, resource, group_size, num_rows, row_bytes))
-            num_bytes *= SIZE_FACTOR
+        for number in range(NUM_SIZES[device][resource]):
+            num_rows = round(FIRST_BYTES[resource] * SIZE_FACTOR**number / row_bytes)
+            points.append(Point(operation, resource, group_size, max(num_rows, 1), row_bytes))
     return points
 
 
-def choose_pairs(times_us: Mapping[Point, float]) -> list[tuple[Pair, Pair]]:
+def choose_pairs(times_us: Mapping[Point, float]) -> list[Pair]:
     """Pairs of operations that chains run at once: rails, gathers of a node, copies.
+
+    One size of each: a cluster has one factor for all sizes, and small operations take their time
+    for other things than bytes, which is what contention slows.
 
     Args:
         times_us: of each point that was timed, curve by curve in ascending sizes.
-
-    Returns:
-        For each two of them that the cluster has, a pair whose second operation ends long before
-        the first and one in which it goes on long after it.
     """
     curves = {key: list(points) for key, points in groupby(times_us, lambda point: point.curve)}
     rails = [curves[key] for key in sorted(curves) if key[:2] == ("inter", "alltoall")]
@@ -191,8 +179,7 @@ def choose_pairs(times_us: Mapping[Point, float]) -> list[tuple[Pair, Pair]]:
     halves = [*rails[:1], *nodes[-1:], curves["memory", "copy", 1]]
     pairs = []
     for firsts, seconds in combinations(halves, 2):
-        fitting = [point for point in firsts if times_us[point] <= PAIR_US]
+        first = next((each for each in reversed(firsts) if times_us[each] <= PAIR_US), firsts[-1])
         # The second is a small one, so that its runs can take any time.
-        first, second = (fitting or firsts)[-1], seconds[-LEAST_SIZES]
-        pairs.append((Pair(first, second, SHORT), Pair(first, second, LONG)))
+        pairs.append(Pair(first, seconds[-LEAST_SIZES]))
     return pairs

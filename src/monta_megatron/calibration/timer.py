@@ -1,46 +1,43 @@
 """Times tasks on all ranks of a group at once, for as long as the budget lasts.
 
-A run takes as long as its slowest rank. Where CPU ranks outnumber the cores, an operation that
-stays on a node is the cores' work, and others work while one rank waits; its time is then how long
-a core is busy with it: the mean over ranks, times the ranks that share a core.
+    clock     what it times                                     time of a run
+    device    operations on GPUs, by CUDA events around them    of the slowest rank
+    wall      host work; operations of CPU ranks                of the slowest rank
+    core      work of CPU ranks that outnumber the cores        how long a core is busy with it: the
+                                                                mean, times the ranks of a core
+
+An operation on a node is the cores' work: while one rank waits, others work. Between nodes, and
+when two operations run together, CPU ranks wait for the network, so "wall" times these.
 
 All ranks share the elapsed time after each run and decide by it alone, so no rank stops without
 the others.
 
 What is timed are the executor's own calls, on buffers allocated as it does. Notation: N = rows,
-H = hidden size, M = copies.
+H = hidden size, M = copies, T = tokens, E = experts.
 """
 
 import random
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from monta_megatron.calibration import tasks
 from monta_megatron.calibration.fit import excess_of
-from monta_megatron.calibration.tasks import (
-    HIDDEN_ROW_BYTES,
-    LEAST_SIZES,
-    MESSAGE_ROW_BYTES,
-    NUM_COPIES,
-    NUM_TOKENS,
-    Pair,
-    Passes,
-    Point,
-    Sample,
-    Task,
-)
-from monta_megatron.chains.chain import BoundChain
+from monta_megatron.calibration.tasks import Pair, Passes, Point, Sample, Task
+from monta_megatron.chains import CHAINS
+from monta_megatron.chains.chain import blocks_for
 from monta_megatron.chains.program import COLLECTIVES, Resource
 from monta_megatron.common.text import Progress
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, start_all_gather, start_all_to_all
+from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
@@ -51,13 +48,17 @@ from monta_megatron.exchange.rows import Copies, copy_rows
 RUN_US = 20_000.0
 MAX_REPEATS = {"cpu": 2, "cuda": 20}
 # Of the second of a pair, to find out how many of them are as long as the first.
-FIRST_REPEATS = 8
+TRIAL_REPEATS = 8
 # Starts an operation; the function that it returns waits for the result.
 Starter: TypeAlias = Callable[[], Callable[[], object]]
 
 # More than the cache of a GPU or of a core holds.
 COLD_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MAX_SETS = 8
+# Fills of so many bytes before the runs that a device is timed with: 2 ms at 8 TB/s.
+NUM_FILLS = 64
+
+Clock: TypeAlias = Literal["device", "wall", "core"]
 
 
 @dataclass(kw_only=True)
@@ -73,8 +74,7 @@ class Timer:
         budget_s: for how long it may run.
         elapsed_s: since the beginning, the same on all ranks.
         samples: of each task, in the order of its runs.
-        excesses: likewise, of each pair.
-        beside_us: of the second operation of a pair, the latest time of each run.
+        excesses: likewise, of each pair at each of `tasks.LENGTHS`.
         took_s: elapsed time of the latest run of each.
     """
 
@@ -85,9 +85,8 @@ class Timer:
     begin_s: float
     budget_s: float
     elapsed_s: float = 0.0
-    samples: dict[Task, list[Sample]] = field(default_factory=dict)
-    excesses: dict[Pair, list[float]] = field(default_factory=dict)
-    beside_us: dict[Point, float] = field(default_factory=dict)
+    samples: dict[Task, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    excesses: dict[Pair, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
     took_s: dict[Task | Pair, float] = field(default_factory=dict)
 
     def run_sizes(self, points: Sequence[Point], progress: Progress) -> list[Point]:
@@ -96,96 +95,88 @@ class Timer:
         Returns:
             Those that were timed, in the order given.
         """
-        timed: dict[object, list[Point]] = {}
+        timed: dict[object, list[Point]] = defaultdict(list)
         for point in sorted(points, key=lambda point: point.num_bytes):
             progress.step()
-            smaller = timed.setdefault(point.curve, [])
-            expected_us = 0.0
-            if smaller:
-                before = smaller[-1]
-                expected_us = self.samples[before][0].us * point.num_bytes / before.num_bytes
-            is_late = self.elapsed_s + expected_us / 1e6 > self.budget_s / 2
-            if is_late and len(smaller) >= LEAST_SIZES:
-                continue
-            # Connections and fresh memory take little of a long run.
-            if expected_us < RUN_US:
-                self._run(point)
-            self._measure(point, expected_us)
+            smaller = timed[point.curve]
+            if len(smaller) >= tasks.LEAST_SIZES:
+                ratio = point.num_bytes / smaller[-1].num_bytes
+                expected_s = ratio * self.samples[smaller[-1]][0].us / 1e6
+                if self.elapsed_s + expected_s > self.budget_s / 2:
+                    continue
+            self._measure(point)
             smaller.append(point)
         return [point for point in points if point in self.samples]
 
-    def run_rounds(self, tasks: Sequence[Task | Pair], progress: Progress) -> int:
-        """Time tasks round by round until the budget is spent.
+    def run_rounds(self, timed: Sequence[Task | Pair], progress: Progress) -> int:
+        """Time each once, unless it was, then all round by round until the budget is spent.
 
-        Each has been timed once in the end; beyond that no run starts that would exceed the budget.
-        A step of `progress` is a second.
+        No run of a round starts that would exceed the budget. A step of `progress` is a second.
 
         Returns:
-            The fewest runs of any task.
+            The fewest runs of any.
         """
-        number = 0
+        for task in timed:
+            if task not in self.took_s:
+                self._measure(task)
+        runs = 1
         while True:
-            number += 1
             # Another order in every round, the same on all ranks: other data is in the caches.
-            for task in random.Random(number).sample(tasks, len(tasks)):
-                took_s = self.took_s.get(task)
-                if took_s is not None and number == 1:
-                    continue
-                if took_s is not None and self.elapsed_s + took_s > self.budget_s:
-                    return number - 1
+            for task in random.Random(runs).sample(timed, len(timed)):
+                if self.elapsed_s + self.took_s[task] > self.budget_s:
+                    return runs
                 self._measure(task)
                 progress.step(int(self.elapsed_s))
+            runs += 1
 
-    def _measure(self, task: Task | Pair, expected_us: float = RUN_US) -> None:
-        """Run a task, repeatedly if it is short, and keep its times."""
-        begin_s = self.elapsed_s
+    def _measure(self, task: Task | Pair) -> None:
+        """Run a task, repeatedly if it is a short operation, and keep its times."""
         if isinstance(task, Pair):
-            # In immediate succession: times change more between rounds than by the excess.
-            first_us = self._run(task.first, others=()).us
-            repeats = max(round(task.length * first_us / self._beside_us(task.second)), 1)
-            second_us = self._run(task.second, repeats, others=()).us * repeats
-            self.beside_us[task.second] = second_us / repeats
-            others = [self.starter(task.second)] * repeats
-            excess = excess_of(first_us, second_us, self._run(task.first, others=others).us)
-            self.excesses.setdefault(task, []).append(excess)
+            begin_s = self.elapsed_s
+            self.excesses[task].append([self._excess(task, length) for length in tasks.LENGTHS])
         else:
-            samples = self.samples.setdefault(task, [])
+            clock, samples = self._clock(task), self.samples[task]
+            # The very first run connects, and allocates.
+            us = (samples[-1] if samples else self._run(task, clock)).us
+            begin_s = self.elapsed_s
             # Host work runs once in an exchange.
-            us = samples[-1].us if samples and isinstance(task, Point) else expected_us
-            repeats = min(int(RUN_US / max(us, 1.0)), MAX_REPEATS[self.device.type])
-            samples.append(self._run(task, max(repeats, 1)))
+            most = 1 if isinstance(task, Passes) else MAX_REPEATS[self.device.type]
+            samples.append(self._run(task, clock, max(min(int(RUN_US / max(us, 1.0)), most), 1)))
         self.took_s[task] = self.elapsed_s - begin_s
 
-    def _beside_us(self, point: Point) -> float:
-        """The latest time per run of several in a row; a core's first run takes far longer."""
-        if point not in self.beside_us:
-            self.beside_us[point] = self._run(point, FIRST_REPEATS, others=()).us
-        return self.beside_us[point]
+    def _clock(self, task: Task | Pair) -> Clock:
+        if self.device.type == "cuda" and not isinstance(task, Passes):
+            return "device"
+        waits = isinstance(task, Pair) or (isinstance(task, Point) and task.resource == "inter")
+        return "wall" if waits or self.ranks_per_core == 1 else "core"
 
-    def _run(self, task: Task, repeats: int = 1, others: Sequence[Starter] | None = None) -> Sample:
-        """The mean of some runs of a task in a row.
+    def _excess(self, pair: Pair, length: float) -> float:
+        """Each alone, then both together, at once: times change more between rounds than by it."""
+        clock, (first, second) = self._clock(pair), pair
+        first_us = self._run(first, clock).us
+        each_us = self._run(second, clock, TRIAL_REPEATS).us
+        repeats = max(round(length * first_us / each_us), 1)
+        second_us = self._run(second, clock, repeats).us * repeats
+        both_us = self._run(first, clock, others=[self.starter(second)] * repeats).us
+        return excess_of(first_us, second_us, both_us)
 
-        Operations of a pair give `others`, which run between start and wait; their time is never
-        that of a core.
-        """
+    def _run(
+        self, task: Task, clock: Clock, repeats: int = 1, others: Sequence[Starter] = ()
+    ) -> Sample:
+        """The mean of some runs of a task in a row; `others` run between its start and its wait."""
         start = self.starter(task)
-        on_node = isinstance(task, Passes) or task.resource != "inter"
-        by_core = others is None and on_node and self.ranks_per_core > 1
-        clock = time.process_time if by_core else time.perf_counter
-        launch_clock = time.thread_time if by_core else time.perf_counter
+        launch_clock = time.thread_time if clock == "core" else time.perf_counter
         self._share((), dist.ReduceOp.MAX)
-        launch_s = 0.0
-        begin_s = clock()
+        launch_s, read_us = 0.0, start_clock(clock, self.device)
         for _ in range(repeats):
             launch_begin_s = launch_clock()
             wait = start()
             launch_s += launch_clock() - launch_begin_s
-            for start_other in others or ():
+            for start_other in others:
                 start_other()()
             wait()
-        torch.cuda.synchronize()
-        times_us = [(clock() - begin_s) * 1e6 / repeats, launch_s * 1e6 / repeats]
-        if by_core:
+        times_us = [read_us() / repeats, launch_s * 1e6 / repeats]
+        if clock == "core":
             means_us = self._share(times_us, dist.ReduceOp.SUM)
             return Sample(*(us * self.ranks_per_core for us in means_us))
         return Sample(*self._share(times_us, dist.ReduceOp.MAX))
@@ -199,6 +190,27 @@ class Timer:
             of_all /= self.group.size()
         *reduced, self.elapsed_s = of_all.tolist()
         return reduced
+
+
+def start_clock(clock: Clock, device: torch.device) -> Callable[[], float]:
+    """Start a clock of this rank; the function that it returns reads it in microseconds."""
+    if clock != "device":
+        now = time.process_time if clock == "core" else time.perf_counter
+        begin_s = now()
+        return lambda: (now() - begin_s) * 1e6
+    # A launch may take longer than its kernel: keep the device busy until the host is ahead of it.
+    cold = torch.empty(COLD_BYTES["cuda"], dtype=torch.uint8, device=device)
+    for _ in range(NUM_FILLS):
+        cold.zero_()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+
+    def read_us() -> float:
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+    return read_us
 
 
 def starter_of(
@@ -215,95 +227,12 @@ def starter_of(
     @cache
     def starter(task: Task) -> Starter:
         if isinstance(task, Passes):
-            return _passes(task.bind(), groups["intra", 1], device, fused)
+            return _passes(task.num_chunks, groups["intra", 1], device, fused)
         if task.operation in COLLECTIVES:
             return _collective(task, groups[task.resource, task.group_size], device)
-        # An exchange works on rows that it has not touched before. With a single set of buffers
-        # they would still be in a cache, and be copied several times as fast.
-        num_sets = max(min(COLD_BYTES[device.type] // task.num_bytes, MAX_SETS), 1)
-        prepare = _copy if task.operation == "copy" else _sum
-        sets = cycle([prepare(task.num_rows, device, fused) for _ in range(num_sets)])
-        # Kept, so that the next run allocates other memory.
-        results: deque[object] = deque(maxlen=num_sets)
-
-        def start() -> Callable[[], object]:
-            results.append(next(sets)())
-            return lambda: results
-
-        return start
+        return _in_memory(task, device, fused)
 
     return starter
-
-
-def _copy(num_rows: int, device: torch.device, fused: bool) -> Callable[[], torch.Tensor]:
-    """Copy rows in another order: [N, H]."""
-    rows_NH = _rows(num_rows, device)
-    order_N = torch.randperm(num_rows, device=device)
-    launches: dict[str, Any] = {}
-
-    def copy() -> torch.Tensor:
-        into_NH = torch.empty_like(rows_NH)
-        if fused:
-            from monta_megatron.exchange.kernels.copies import duplicate
-
-            copies = Copies(row=order_N, by_row=order_N, row_starts=order_N)
-            duplicate(Columns(rows_NH), copies, Columns(into_NH), launches=launches)
-        else:
-            copy_rows(into_NH, rows_NH, order_N)
-        return into_NH
-
-    return copy
-
-
-def _sum(num_rows: int, device: torch.device, fused: bool) -> Callable[[], torch.Tensor]:
-    """Sum `NUM_COPIES` copies of each row in fp32: [M, H] -> [N, H]."""
-    rows_MH = _rows(num_rows * NUM_COPIES, device)
-    launches: dict[str, Any] = {}
-    numbers_M = torch.arange(len(rows_MH), device=device)
-    copies = Copies(
-        row=numbers_M % num_rows,
-        by_row=numbers_M.view(NUM_COPIES, num_rows).T.flatten(),
-        row_starts=torch.arange(num_rows + 1, device=device) * NUM_COPIES,
-    )
-
-    def add() -> torch.Tensor:
-        into_NH = torch.empty_like(rows_MH[:num_rows])
-        if fused:
-            from monta_megatron.exchange.kernels.sums import reduce
-
-            reduce(Columns(rows_MH), copies, Columns(into_NH), torch.float32, launches=launches)
-        else:
-            into_NH.copy_(copies.sum_by_row(rows_MH, torch.float32))
-        return into_NH
-
-    return add
-
-
-def _rows(num_rows: int, device: torch.device) -> torch.Tensor:
-    """[N, H] of ones: CPUs sum fp32 rows; on GPUs rows are mostly bf16."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.ones(num_rows, HIDDEN_ROW_BYTES // dtype.itemsize, dtype=dtype, device=device)
-
-
-def _passes(bound: BoundChain, alone: PeerGroup, device: torch.device, fused: bool) -> Starter:
-    """All four passes of a rank with itself: almost nothing moves."""
-    rows, probs = torch.ones(NUM_TOKENS, 1, device=device), torch.ones(NUM_TOKENS, device=device)
-
-    def start() -> Callable[[], object]:
-        exchange = Exchange(
-            bound_chain=bound,
-            groups=dict.fromkeys(bound.chain.groups, alone),
-            sum_dtype=torch.float32,
-            monitor=Monitor(),
-            fused=fused,
-        )
-        inputs = rows.detach().requires_grad_(), probs.detach().requires_grad_()
-        expert_rows, row_probs = dispatch(exchange, *inputs)
-        outputs = combine(exchange, expert_rows), row_probs
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        return lambda: outputs
-
-    return start
 
 
 def _collective(point: Point, group: PeerGroup, device: torch.device) -> Starter:
@@ -314,11 +243,87 @@ def _collective(point: Point, group: PeerGroup, device: torch.device) -> Starter
     receive = [point.num_rows + odd_row * (peer == 0) for peer in range(group.size)]
     send = [receive[group.rank]] * group.size if gathers else receive
     num_rows = send[0] if gathers else sum(send)
-    message = torch.ones(num_rows, MESSAGE_ROW_BYTES, dtype=torch.uint8, device=device)
+    message = torch.ones(num_rows, tasks.MESSAGE_ROW_BYTES, dtype=torch.uint8, device=device)
     start_collective = start_all_gather if gathers else start_all_to_all
 
     def start() -> Callable[[], object]:
-        output = message.new_empty(sum(receive), MESSAGE_ROW_BYTES)
+        output = message.new_empty(sum(receive), tasks.MESSAGE_ROW_BYTES)
         return start_collective(output, message, receive, send, group).wait
+
+    return start
+
+
+def _in_memory(point: Point, device: torch.device, fused: bool) -> Starter:
+    """Copy rows in another order, [N, H] -> [N, H], or sum copies of each, [M, H] -> [N, H]."""
+    sums, num_rows = point.operation == "sum", point.num_rows
+    num_copies = tasks.NUM_COPIES if sums else 1
+    # CPUs sum fp32 rows; on GPUs rows are mostly bf16.
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    # An exchange works on rows that it has not touched before. With a single set of buffers they
+    # would still be in a cache, and be copied several times as fast.
+    num_sets = max(min(COLD_BYTES[device.type] // point.num_bytes, MAX_SETS), 1)
+    shape = num_sets, num_copies * num_rows, tasks.HIDDEN_ROW_BYTES // dtype.itemsize
+    sets = cycle(torch.ones(shape, dtype=dtype, device=device))
+    # Kept, so that the next run allocates other memory.
+    results: deque[torch.Tensor] = deque(maxlen=num_sets)
+    # The copies of a row are anywhere. A copy is made by `row`, sums by the others.
+    order_M = torch.randperm(num_copies * num_rows, device=device)
+    starts = torch.arange(num_rows + 1, device=device) * num_copies
+    copies = Copies(row=order_M, by_row=order_M, row_starts=starts)
+    launches: dict[str, Any] = {}
+    if fused:
+        from monta_megatron.exchange.kernels.copies import duplicate
+        from monta_megatron.exchange.kernels.sums import reduce
+
+    def start() -> Callable[[], object]:
+        rows_MH = next(sets)
+        into_NH = torch.empty_like(rows_MH[:num_rows])
+        if fused and sums:
+            reduce(Columns(rows_MH), copies, Columns(into_NH), torch.float32, launches=launches)
+        elif fused:
+            duplicate(Columns(rows_MH), copies, Columns(into_NH), launches=launches)
+        elif sums:
+            into_NH.copy_(copies.sum_by_row(rows_MH, torch.float32))
+        else:
+            copy_rows(into_NH, rows_MH, order_M)
+        results.append(into_NH)
+        return lambda: results
+
+    return start
+
+
+def _passes(num_chunks: int, alone: PeerGroup, device: torch.device, fused: bool) -> Starter:
+    """Starts by counting and binding, and waits for all four passes: almost nothing moves."""
+    chain, layout, num_tokens = tasks.HOST_CHAIN, tasks.ALONE, tasks.NUM_TOKENS
+    # As for a choice among all chains.
+    messages = CountMessages(
+        chains=tuple(CHAINS.values()),
+        layout=layout,
+        num_blocks=blocks_for(num_chunks),
+        kernels="fused" if fused else "torch",
+    )
+    routing_map_TE = torch.eye(2, dtype=torch.bool, device=device).repeat(num_tokens // 2, 1)
+    received = messages.join(*messages.count(routing_map_TE)).cpu().numpy()
+    rows, probs = torch.ones(num_tokens, 1, device=device), torch.ones(num_tokens, device=device)
+
+    def start() -> Callable[[], object]:
+        messages.join(*messages.count(routing_map_TE))
+        # From the copy made above: the host is not to wait for the device.
+        counts = messages.read(received).permuted_tokens
+        exchange = Exchange(
+            bound_chain=chain.bind(layout, counts, num_chunks),
+            groups=dict.fromkeys(chain.groups, alone),
+            sum_dtype=torch.float32,
+            monitor=Monitor(),
+            fused=fused,
+        )
+
+        def run() -> None:
+            inputs = rows.detach().requires_grad_(), probs.detach().requires_grad_()
+            expert_rows, row_probs = dispatch(exchange, *inputs)
+            outputs = combine(exchange, expert_rows), row_probs
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+        return run
 
     return start
