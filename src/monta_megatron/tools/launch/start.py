@@ -20,7 +20,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -305,11 +306,9 @@ def run_and_log(command: list[str], log: Path, output: BinaryIO) -> int:
     Raises:
         KeyboardInterrupt: on a signal, with its number, after every process of the run has ended.
     """
-    # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
-    for number in SIGNALS:
-        signal.signal(number, _interrupt)
     # A session of its own: Ctrl-C reaches only this process, which ends the run in order.
     with (
+        _handled(_interrupt),
         log.open("ab", buffering=0) as file,
         subprocess.Popen(
             command,
@@ -325,11 +324,21 @@ def run_and_log(command: list[str], log: Path, output: BinaryIO) -> int:
         except BaseException:
             # torchrun and srun end all ranks, those that ignore the signal after 30 s.
             process.terminate()
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-            _copy(process, file)
+            with _handled(signal.SIG_IGN):
+                _copy(process, file)
             raise
     return status if status >= 0 else 128 - status
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], object] | signal.Handlers) -> Iterator[None]:
+    """Handle `SIGNALS`; for SIGINT too, which shells let background jobs ignore."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _copy(process: "subprocess.Popen[bytes]", *outputs: BinaryIO) -> None:
