@@ -209,7 +209,7 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
 
     # Step 2: tokens of each layer, from all ranks of its stage.
     num_ranks, stages = max(paths) + 1, stages_of(model, pp)
-    require(len(stages) == pp, "--pp", pp, f"leave a stage one of {model.num_layers} layers or more")
+    require(len(stages) == pp, "--pp", pp, f"leave each stage one of {model.num_layers} layers")
     least_tokens = math.ceil(LEAST_CHOICES * model.num_experts / model.moe_router_topk)
     tokens_of_file = math.ceil(max(MOST_TOKENS, least_tokens) * pp / num_ranks)
     rows: dict[int, list[RoutingMap]] = defaultdict(list)
