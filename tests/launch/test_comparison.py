@@ -12,7 +12,6 @@ from monta_megatron.common.errors import UserError
 from monta_megatron.tools import compare as comparison
 from monta_megatron.tools.compare import (
     ComparisonReport,
-    IterationLines,
     compare,
     megatron_words,
     order_of,
@@ -78,16 +77,6 @@ def test_the_interval_comes_from_the_pairs() -> None:
 def test_a_log_without_losses_has_no_difference() -> None:
     stock = log_of([9, 9, 9], [1.0])
     assert compare("monta", [stock], [log_of([9, 9, 9], [])]).max_loss_difference is None
-
-
-def test_time_and_loss_are_told_while_it_runs() -> None:
-    """Output comes in pieces that end anywhere."""
-    told: list[str] = []
-    progress = IterationLines("monta-1", told.append)
-    for first in range(0, len(LOG), 7):
-        progress.write(LOG[first : first + 7].encode())
-    times = [(1, "90.0 ms, loss 5.5"), (2, "81.4 ms, loss nan"), (3, "80.0 ms, loss nan")]
-    assert told == [f"monta-1: iteration {n}: {text}" for n, text in times]
 
 
 def test_each_dispatcher_is_first_in_turn() -> None:

@@ -5,10 +5,8 @@ machine that becomes slower slows all of them. Iterations of one training share 
 clocks and neighbours: the interval of a ratio is taken from the ratios of the pairs.
 """
 
-import io
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -25,7 +23,7 @@ from monta_megatron.planner.model import Reader
 from monta_megatron.tools.launch.prepare import checked, free_directory, prepare
 from monta_megatron.tools.launch.run_config import DISPATCHER, RunConfig, from_words
 from monta_megatron.tools.launch.start import choose_start, run_and_log, start_command, write
-from monta_megatron.tools.training_log import NUM_WARMUP, TrainingLog, parse_log, read_log
+from monta_megatron.tools.training_log import NUM_WARMUP, TrainingLog, read_log
 
 Tell = Callable[[str], None]
 
@@ -149,12 +147,6 @@ def run_trainings(
     rule = f"be more than {num_warmup}, which are not timed: the first {NUM_WARMUP} and the trials"
     require(iterations > num_warmup, "--iterations", iterations, rule)
     directory = free_directory(f"{config.name}-compare", directory)
-    nodes = config.layout.nodes
-    if nodes > 1 and "SLURM_JOB_ID" not in os.environ:
-        raise UserError(
-            f"{file}: {nodes} nodes need a job of Slurm, one for all trainings: run the same in "
-            f"`salloc --nodes {nodes} --ntasks-per-node 1 ...`, or in a script for sbatch"
-        )
 
     # Step 2: train, and compare after each pair: a later failure loses nothing of it. A backend of
     # flex may be installed and not run here.
@@ -162,7 +154,6 @@ def run_trainings(
     if not any(map(find_spec, FLEX_PACKAGES)):
         left_out[FLEX] = f"none of its backends is installed ({', '.join(FLEX_PACKAGES)})"
     logs: dict[str, list[TrainingLog]] = {}
-    report: ComparisonReport
     for pair in range(pairs):
         for dispatcher in order_of(pair, (MONTA, STOCK, FLEX)):
             if dispatcher in left_out:
@@ -211,22 +202,6 @@ def megatron_words(given: Sequence[str], dispatcher: str, iterations: int) -> li
     ]
 
 
-class IterationLines(io.BytesIO):
-    """Output of a training's ranks, which tells time and loss of each iteration."""
-
-    def __init__(self, name: str, tell: Tell) -> None:
-        super().__init__()
-        self._name, self._tell, self._rest = name, tell, b""
-
-    def write(self, text: Any) -> int:
-        *lines, self._rest = (self._rest + text).split(b"\n")
-        for log in (parse_log(line.decode(errors="replace")) for line in lines):
-            for n, ms in log.times_ms.items():
-                loss = log.losses.get(n, math.nan)
-                self._tell(f"{self._name}: iteration {n}: {ms:,.1f} ms, loss {loss:.6g}")
-        return len(text)
-
-
 def train(
     file: str, words: Sequence[str], num_warmup: int, folder: Path, force: bool, tell: Tell
 ) -> TrainingLog:
@@ -241,9 +216,9 @@ def train(
     start = choose_start("torchrun" if run.config.layout.nodes == 1 else "srun", run, dry_run=False)
     run = checked(run, force)
     write(run)
-    tell(f"{folder.name} starts")
     path = folder / "logs" / "run.log"
-    status = run_and_log(start_command(start, run), path, IterationLines(folder.name, tell))
+    tell(f"{folder.name} starts; log: {path}")
+    status = run_and_log(start_command(start, run), path)
     if status != 0:
         raise UserError(f"{folder.name} failed, {why_ended(status, path)}; log: {path}")
     log = read_log(path)
@@ -251,6 +226,7 @@ def train(
         raise UserError(f"{path}: must have times of more than {num_warmup} iterations")
     if not all(map(math.isfinite, log.losses.values())):
         raise UserError(f"{path}: must have losses that are finite")
+    tell(f"{folder.name}: {log.iteration_ms(num_warmup):,.1f} ms an iteration")
     return log
 
 

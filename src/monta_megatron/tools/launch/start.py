@@ -37,12 +37,6 @@ from monta_megatron.tools.launch.run_config import words_of
 START = Path(__file__).with_name("start.sh")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# For the user to fill in, where nodes have more than one network.
-NETWORK = (
-    "#export NCCL_SOCKET_IFNAME==INTERFACE  # that all hosts reach: ip -o route show default",
-    "#export NCCL_DEBUG=INFO                # names the network in the log",
-)
-
 
 def run_script(run: Run) -> str:
     """The text of run.sh: Slurm's options, the environment, and start.sh with the script."""
@@ -71,7 +65,6 @@ def run_script(run: Run) -> str:
         "set -u",
         "",
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
-        *(NETWORK if layout.nodes > 1 else ()),
         f"cd {shlex.quote(os.getcwd())}",
         "",
         "arguments=(",
@@ -97,28 +90,25 @@ def _container_options(run: Run) -> list[str]:
 
 
 def sbatch_options(run: Run) -> list[str]:
-    """Options that sbatch reads from run.sh; start.sh explains the signal."""
-    signal_option = f"--signal=B:USR1@{run.config.slurm.signal_before_seconds}"
-    return [
-        *slurm_options(run),
-        # sbatch replaces %j and the like in the whole path.
-        f"--output={str(run.directory).replace('%', '%%')}/logs/%j.log",
-        # A requeued job continues the log that it began.
-        "--open-mode=append",
-        *(["--no-requeue"] if run.lacks_to_resume else [signal_option, "--requeue"]),
-    ]
+    """Options that sbatch reads from run.sh; start.sh explains the signal.
 
-
-def slurm_options(run: Run) -> list[str]:
-    """Options of salloc and sbatch: one task per node, which starts the ranks of its node."""
+    One task per node starts the ranks of its node.
+    """
     given = {
         "job-name": run.config.name,
         "nodes": run.config.layout.nodes,
         "ntasks-per-node": 1,
         **run.config.slurm.options,
     }
-    options = words_of(given)
-    return [f"{name}={','.join(values)}" if values else name for name, *values in options]
+    signal_option = f"--signal=B:USR1@{run.config.slurm.signal_before_seconds}"
+    return [
+        *(f"{name}={','.join(each)}" if each else name for name, *each in words_of(given)),
+        # sbatch replaces %j and the like in the whole path.
+        f"--output={str(run.directory).replace('%', '%%')}/logs/%j.log",
+        # A requeued job continues the log that it began.
+        "--open-mode=append",
+        *(["--no-requeue"] if run.lacks_to_resume else [signal_option, "--requeue"]),
+    ]
 
 
 def write(run: Run) -> None:
@@ -188,8 +178,8 @@ class LaunchReport:
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        started = {"exit_status": self.exit_status, "job": self.job}
-        return {**self.run.document(), "command": self.command, **started}
+        started = {"command": self.command, "exit_status": self.exit_status, "job": self.job}
+        return {**self.run.document(), **started}
 
     def text(self) -> str:
         """The script that starts the run."""
@@ -247,15 +237,13 @@ def launch(
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         return replace(report, exit_status=done.returncode, job=done.stdout.strip() or None)
     path = run.directory / "logs" / "run.log"
-    why = ""
     try:
         status = run_and_log(command, path, output)
-        if status != 0:
-            why = f"failed, {why_ended(status, path)}"
+        why = f"failed, {why_ended(status, path)}"
     except KeyboardInterrupt as interrupt:
         status, why = 128 + int(interrupt.args[0]), "interrupted; every rank has ended"
     tell(f"log: {path}")
-    if why:
+    if status != 0:
         tell(why)
     return replace(report, exit_status=status)
 
@@ -279,6 +267,8 @@ def choose_start(given: Start | None, run: Run, dry_run: bool) -> Start:
             f"--start: {start} not found; on a machine without Slurm `monta launch --start none` "
             "writes the run and starts nothing"
         )
+    if start == "srun" and "SLURM_JOB_ID" not in os.environ and not dry_run:
+        raise UserError(f"srun needs a job around it: `salloc --nodes {nodes} ...`, or sbatch")
     return start
 
 
@@ -287,18 +277,12 @@ def start_command(start: Start, run: Run) -> list[str]:
 
     run.sh calls srun itself, so that its own lines run once and outside of a container.
     """
-    script = str(run.directory / "run.sh")
-    in_job = "SLURM_JOB_ID" in os.environ
-    return {
-        "torchrun": ["bash", script],
-        "srun": ["bash", script] if in_job else ["salloc", *slurm_options(run), "bash", script],
-        "sbatch": ["sbatch", "--parsable", script],
-        "none": [],
-    }[start]
+    starter = {"sbatch": ["sbatch", "--parsable"]}.get(start, ["bash"])
+    return [] if start == "none" else [*starter, str(run.directory / "run.sh")]
 
 
-def run_and_log(command: list[str], log: Path, output: BinaryIO) -> int:
-    """Run a command to its end; its output goes to `output` and into `log`.
+def run_and_log(command: list[str], log: Path, *outputs: BinaryIO) -> int:
+    """Run a command to its end; its output goes into `log`, and to `outputs`.
 
     Returns:
         Its exit status, or 128 + n if signal n has ended it.
@@ -319,7 +303,7 @@ def run_and_log(command: list[str], log: Path, output: BinaryIO) -> int:
         ) as process,
     ):
         try:
-            _copy(process, file, output)
+            _copy(process, file, *outputs)
             status = process.wait()
         except BaseException:
             # torchrun and srun end all ranks, those that ignore the signal after 30 s.
