@@ -238,13 +238,12 @@ def launch(
         return replace(report, exit_status=done.returncode, job=done.stdout.strip() or None)
     path = run.directory / "logs" / "run.log"
     try:
-        status = run_and_log(command, path, output)
-        why = f"failed, {why_ended(status, path)}"
+        status, why = run_and_log(command, path, output), ""
     except KeyboardInterrupt as interrupt:
         status, why = 128 + int(interrupt.args[0]), "interrupted; every rank has ended"
     tell(f"log: {path}")
     if status != 0:
-        tell(why)
+        tell(why or f"failed, {why_ended(status, path)}")
     return replace(report, exit_status=status)
 
 
