@@ -11,7 +11,7 @@ import sys
 from one_run import Run, largest_difference, train
 from trainings import OVER_A_NETWORK
 
-from monta_megatron.tools.compare import interleaved, speedup
+from monta_megatron.tools.compare import order_of, speedup
 
 INTER_MBIT = 200.0
 ARGUMENTS = [
@@ -28,12 +28,13 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3, help="trainings of each (default: 3)")
     options = parser.parse_args()
     runs: dict[str, list[Run]] = {name: [] for name in EXPERTS}
-    for pair, name in interleaved(tuple(EXPERTS), options.pairs):
-        arguments = [*ARGUMENTS, *EXPERTS[name]]
-        label = f"experts-{name}-{pair + 1}"
-        run = train(label, OVER_A_NETWORK, arguments, options.iterations, INTER_MBIT)
-        runs[name].append(run)
-    ratio, interval = speedup(*([run.log.iteration_ms for run in runs[name]] for name in EXPERTS))
+    for pair in range(options.pairs):
+        for name in order_of(pair, tuple(EXPERTS)):
+            arguments = [*ARGUMENTS, *EXPERTS[name]]
+            label = f"experts-{name}-{pair + 1}"
+            run = train(label, OVER_A_NETWORK, arguments, options.iterations, INTER_MBIT)
+            runs[name].append(run)
+    ratio, interval = speedup(*([run.log.iteration_ms() for run in runs[name]] for name in EXPERTS))
     bounds = "" if interval is None else " ({:.2f} to {:.2f})".format(*interval)
     difference = largest_difference(
         [run.losses for run in runs["pipelined"]], runs["whole"][0].losses

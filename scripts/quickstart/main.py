@@ -30,7 +30,7 @@ from monta_megatron.common.files import commit, machine, versions
 from monta_megatron.common.rules import positive, whole
 from monta_megatron.common.text import size_text, table
 from monta_megatron.emulation import emulator
-from monta_megatron.tools.compare import compare, interleaved
+from monta_megatron.tools.compare import compare, order_of
 
 INTER_MBIT = 100.0
 MIN_ITERATIONS = 8
@@ -141,10 +141,11 @@ def quickstart(iterations: int | None, pairs: int, inter_mbit: float | None) -> 
     summary_path = FOLDER / "summary.json"
     summary_path.unlink(missing_ok=True)
     runs: dict[str, list[Run]] = {name: [] for name in DISPATCHERS}
-    for pair, name in interleaved(tuple(DISPATCHERS), pairs):
-        arguments = dispatcher_arguments(training, name)
-        run = train(f"{name}-{pair + 1}", training, arguments, iterations, inter_mbit)
-        runs[name].append(run)
+    for pair in range(pairs):
+        for name in order_of(pair, tuple(DISPATCHERS)):
+            arguments = dispatcher_arguments(training, name)
+            run = train(f"{name}-{pair + 1}", training, arguments, iterations, inter_mbit)
+            runs[name].append(run)
     summary = summarise(runs, training, inter_mbit)
     failed = failures(runs, training, summary)
     summary_path.write_text(json.dumps(summary | {"failures": failed}, indent=2) + "\n")

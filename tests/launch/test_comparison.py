@@ -1,17 +1,20 @@
 """Logs, rows and arguments of `monta compare`, without a training."""
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tuning_results import ALLGATHER, logged_result
 
+from monta_megatron.common.errors import UserError
+from monta_megatron.tools import compare as comparison
 from monta_megatron.tools.compare import (
     ComparisonReport,
-    IterationLines,
     compare,
-    interleaved,
     megatron_words,
+    order_of,
     speedup,
 )
 from monta_megatron.tools.launch.run_config import from_words
@@ -55,6 +58,9 @@ def test_rows_leave_out_the_warm_up() -> None:
     assert (row.iteration_ms, row.ratio) == (20, 2.5)
     # Iterations of one training say nothing of the next one.
     assert row.interval is None
+    # Nor do trials, in which slower candidates run too.
+    stock = log_of([1, 1, 40, 50, 60], [])
+    assert compare("monta", [stock], [own], num_warmup=4).ratio == pytest.approx(3)
     assert (row.max_loss_difference, row.peak_memory_bytes) == (0.5, None)
 
 
@@ -73,19 +79,9 @@ def test_a_log_without_losses_has_no_difference() -> None:
     assert compare("monta", [stock], [log_of([9, 9, 9], [])]).max_loss_difference is None
 
 
-def test_time_and_loss_are_told_while_it_runs() -> None:
-    """Output comes in pieces that end anywhere."""
-    told: list[str] = []
-    progress = IterationLines("monta-1", told.append)
-    for first in range(0, len(LOG), 7):
-        progress.write(LOG[first : first + 7].encode())
-    times = [(1, "90.0 ms, loss 5.5"), (2, "81.4 ms, loss nan"), (3, "80.0 ms, loss nan")]
-    assert told == [f"monta-1: iteration {n}: {text}" for n, text in times]
-
-
 def test_each_dispatcher_is_first_in_turn() -> None:
-    order = [(0, "monta"), (0, "alltoall"), (1, "alltoall"), (1, "monta")]
-    assert list(interleaved(("monta", "alltoall"), 2)) == order
+    orders = [order_of(pair, ("monta", "alltoall")) for pair in range(3)]
+    assert orders == [("monta", "alltoall"), ("alltoall", "monta"), ("monta", "alltoall")]
 
 
 def test_arguments_of_a_training() -> None:
@@ -106,10 +102,34 @@ def test_a_tuning_that_is_asked_for_stays() -> None:
     assert arguments["moe-monta-tune-steps"] == "6"
 
 
-@pytest.mark.parametrize("has_trials", [True, False])
-def test_the_report_says_where_auto_has_no_trials(tmp_path: Path, has_trials: bool) -> None:
+@pytest.mark.parametrize("tune_steps", [0, 6])
+def test_the_report_says_where_auto_has_no_trials(tmp_path: Path, tune_steps: int) -> None:
     own = log_of([9, 9, 9], [1.0])
     rows = [compare("monta", [own], [own])]
-    report = ComparisonReport(rows=rows, left_out={}, has_trials=has_trials, directory=tmp_path)
-    assert ("trials: none, auto runs the planner's pick" in report.text()) != has_trials
-    assert report.document()["has_trials"] == has_trials
+    report = ComparisonReport(rows=rows, left_out={}, tune_steps=tune_steps, directory=tmp_path)
+    assert ("trials: none, auto runs the planner's pick" in report.text()) == (not tune_steps)
+    assert f"without the first {2 + tune_steps}" in report.text()
+    assert report.document()["tune_steps"] == tune_steps
+
+
+def test_what_is_complete_survives_a_training_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(file: str, words: object, num_warmup: int, folder: Path, *_: object) -> TrainingLog:
+        folder.mkdir(parents=True)
+        if folder.name == "monta-2":
+            raise UserError("no memory")
+        return log_of([9, 9, 9], [1.0])
+
+    monkeypatch.setattr(comparison, "train", train)
+    monkeypatch.setattr(comparison, "find_spec", lambda name: None)
+    told: list[str] = []
+    flags: dict[str, Any] = {"iterations": 3, "pairs": 3, "directory": tmp_path, "force": False}
+    with pytest.raises(UserError, match="no memory"):
+        comparison.run_trainings("quickstart", [], **flags, tell=told.append)
+    assert told == ["compare.json has 1 pair of 3"]
+    rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
+    assert [(row["dispatcher"], row["trainings_ms"]) for row in rows] == [
+        ("monta", [9]),
+        ("alltoall", [9]),
+    ]

@@ -127,13 +127,17 @@ def test_a_job_that_is_not_requeued_is_said(monta: Monta) -> None:
     assert note.endswith("without --load") and f"note: {note}" in said
 
 
-def test_start_by_nodes() -> None:
+def test_start_by_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = ready(QUICKSTART), ready(MIXTRAL)
     assert choose_start(None, one, dry_run=True) == "torchrun"
     assert choose_start(None, two, dry_run=True) == "sbatch"
     assert start_command("none", two) == []
     with pytest.raises(ValueError, match="--start: got torchrun"):
         choose_start("torchrun", two, dry_run=True)
+    monkeypatch.setattr(start.shutil, "which", lambda name: name)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ValueError, match="srun needs a job around it: `salloc --nodes 2"):
+        choose_start("srun", two, dry_run=False)
 
 
 def test_without_a_parser_a_note_says_so(tmp_path: Path) -> None:

@@ -102,11 +102,11 @@ def test_sbatch(slurm: Cluster, tmp_path: Path, asks: bool) -> None:
     assert f"mem={2 * (MEMORY_MB if asks else DEFAULT_MEMORY_MB)}M" in resources
 
 
-def test_salloc(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_salloc(slurm: Cluster, tmp_path: Path) -> None:
     run = written(tmp_path, options=ALL_OF_A_NODE | {"comment": "two words"})
-    check_ranks(slurm.call(*start_command("srun", run)), run, gpus=str(GPUS_PER_NODE))
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert start_command("srun", run) == ["bash", str(run.directory / "run.sh")]
+    *options, _, _, _, _ = start.sbatch_options(run)
+    log = slurm.call("salloc", *options, *start_command("srun", run))
+    check_ranks(log, run, gpus=str(GPUS_PER_NODE))
 
 
 @pytest.mark.parametrize(

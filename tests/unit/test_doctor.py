@@ -17,26 +17,24 @@ GOLDEN = Path(__file__).parent / "golden"
 ORDER = launch_order.VARIABLE
 
 
-def finding(name: str, *words: str) -> str:
+def finding(name: str) -> str:
     """Status, what was found and the advice of one finding."""
-    (found,) = [each for each in examine(words).findings if each.name == name]
+    (found,) = [each for each in examine().findings if each.name == name]
     return f"{found.status}: {'; '.join(filter(None, (found.found, found.advice)))}"
 
 
 def test_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case is the name of a finding, then variables, then Megatron's arguments."""
+    """A case is the name of a finding, then variables."""
     monkeypatch.setattr(registration, "_ways_in", [])
     for variable in (QUEUES, ORDER, *AUTOLOAD_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
 
     def answer(case: str) -> str:
         name, _, given = case.partition(":")
-        words = given.split()
-        variables = [word for word in words if word[0] != "-" and "=" in word]
         with monkeypatch.context() as patch:
-            for variable in variables:
+            for variable in given.split():
                 patch.setenv(*variable.split("="))
-            return finding(name, *words[len(variables) :])
+            return finding(name)
 
     golden.check_cases(GOLDEN / "doctor.txt", answer)
 

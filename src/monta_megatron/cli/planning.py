@@ -90,7 +90,7 @@ def run_plan(parsed: argparse.Namespace) -> int:
         from monta_megatron.tools.training_log import read_log
 
         log = read_log(parsed.log)
-        request, iteration_ms, ran = log.request(request), log.iteration_ms, log.dispatcher
+        request, iteration_ms, ran = log.request(request), log.iteration_ms(), log.dispatcher
     planned = plan_request(request)
     if parsed.out is not None:
         from monta_megatron.tools.plan.report import write_run

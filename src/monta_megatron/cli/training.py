@@ -11,7 +11,7 @@ from monta_megatron.common.text import print_report, tell
 
 STARTS = {
     "torchrun": "here, on one node (then the default)",
-    "srun": "steps of this shell's job of Slurm, or of one of salloc",
+    "srun": "here, in a job of Slurm that has the nodes (salloc)",
     "sbatch": "a job of Slurm (the default for several nodes)",
     "none": "write the run directory only",
 }
@@ -100,22 +100,21 @@ def run_compare(parsed: argparse.Namespace) -> int:
 
 
 def add_doctor_arguments(parser: Parser) -> None:
-    """Add all flags."""
-    parser.keep_after_dashes("megatron")
+    """Add none."""
 
 
 def run_doctor(parsed: argparse.Namespace) -> int:
     """Check the installation.
 
     Check what is installed, which way into Megatron is active, what is missing, and which options
-    are in force: by a flag of Megatron after --, by a variable or by default. The exit status is 1
-    if something is missing.
+    hold where no flag sets them: by a variable or by default. The exit status is 1 if something is
+    missing.
 
-    example: monta doctor -- --moe-monta-chain auto
+    example: monta doctor
     """
     from monta_megatron.tools.doctor import examine
 
-    report = examine(parsed.megatron)
+    report = examine()
     print_report(report, parsed.json)
     return int(report.lacks_something)
 

@@ -5,10 +5,9 @@ machine that becomes slower slows all of them. Iterations of one training share 
 clocks and neighbours: the interval of a ratio is taken from the ratios of the pairs.
 """
 
-import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +16,14 @@ from typing import Any
 
 from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.text import size_text, table
+from monta_megatron.common.rules import require
+from monta_megatron.common.text import counted, size_text, table
 from monta_megatron.common.torchrun import why_ended
+from monta_megatron.planner.model import Reader
 from monta_megatron.tools.launch.prepare import checked, free_directory, prepare
 from monta_megatron.tools.launch.run_config import DISPATCHER, RunConfig, from_words
 from monta_megatron.tools.launch.start import choose_start, run_and_log, start_command, write
-from monta_megatron.tools.training_log import NUM_WARMUP, TrainingLog, parse_log, read_log
+from monta_megatron.tools.training_log import NUM_WARMUP, TrainingLog, read_log
 
 Tell = Callable[[str], None]
 
@@ -60,17 +61,26 @@ class Compared:
     chain: str | None
 
 
-def interleaved(dispatchers: Sequence[str], pairs: int) -> Iterator[tuple[int, str]]:
-    """(pair, dispatcher) in the order of the trainings; every other pair is reversed."""
-    for pair in range(pairs):
-        for dispatcher in dispatchers if pair % 2 == 0 else dispatchers[::-1]:
-            yield pair, dispatcher
+def order_of(pair: int, names: Sequence[str]) -> Sequence[str]:
+    """Names in the order of the trainings of a pair; every other pair is reversed."""
+    return names if pair % 2 == 0 else names[::-1]
 
 
-def compare(dispatcher: str, stock: Sequence[TrainingLog], own: Sequence[TrainingLog]) -> Compared:
-    """Compare the trainings of one dispatcher with stock's, pair by pair."""
-    stock_ms, times_ms = ([log.iteration_ms for log in logs] for logs in (stock, own))
-    ratio, interval = (1.0, None) if own is stock else speedup(stock_ms, times_ms)
+def compare(
+    dispatcher: str,
+    stock: Sequence[TrainingLog],
+    own: Sequence[TrainingLog],
+    num_warmup: int = NUM_WARMUP,
+) -> Compared:
+    """Compare the trainings of one dispatcher with stock's, pair by pair.
+
+    Args:
+        dispatcher: its name.
+        stock, own: logs of stock's trainings, and of this dispatcher's.
+        num_warmup: first iterations of each training, which are not timed.
+    """
+    stock_ms, times_ms = ([log.iteration_ms(num_warmup) for log in logs] for logs in (stock, own))
+    ratio, interval = (1.0, None) if dispatcher == STOCK else speedup(stock_ms, times_ms)
     losses = ((log.losses.get(n), loss) for log in own for n, loss in stock[0].losses.items())
     return Compared(
         dispatcher=dispatcher,
@@ -112,13 +122,13 @@ def run_trainings(
     force: bool,
     tell: Tell,
 ) -> "ComparisonReport":
-    """Run all trainings, one after the other, and write compare.json.
+    """Run all trainings, one after the other, and write compare.json after each pair.
 
     Args:
         file: the run file, or a preset.
         megatron: arguments of Megatron for all trainings; --moe-monta-... for monta alone.
         iterations: of each training.
-        pairs: trainings of each dispatcher.
+        pairs: trainings of each dispatcher, at least 1.
         directory: folder of the run directories, new or empty; None for runs/NAME-compare.
         force: train although Megatron's own validation refuses the arguments.
         tell: called with each line for the user.
@@ -129,36 +139,44 @@ def run_trainings(
     """
     # Step 1: read the run file.
     file = str(files.find_config("runs", file))
-    config = strict_yaml.load(RunConfig, file)
-    if DISPATCHER in from_words(megatron):
+    config, given = strict_yaml.load(RunConfig, file), from_words(megatron)
+    if DISPATCHER in given:
         raise UserError(f"--{DISPATCHER}: got it after `--`, must be left out; all are compared")
+    tune_steps = Reader(given, "after --").size(TUNE_STEPS, default=0, least=0)
+    num_warmup = NUM_WARMUP + tune_steps
+    rule = f"be more than {num_warmup}, which are not timed: the first {NUM_WARMUP} and the trials"
+    require(iterations > num_warmup, "--iterations", iterations, rule)
     directory = free_directory(f"{config.name}-compare", directory)
 
-    # Step 2: train. A backend of flex may be installed and not run here.
-    dispatchers, left_out = [MONTA, STOCK, FLEX], {}
+    # Step 2: train, and compare after each pair: a later failure loses nothing of it. A backend of
+    # flex may be installed and not run here.
+    left_out = {}
     if not any(map(find_spec, FLEX_PACKAGES)):
         left_out[FLEX] = f"none of its backends is installed ({', '.join(FLEX_PACKAGES)})"
     logs: dict[str, list[TrainingLog]] = {}
-    for pair, dispatcher in interleaved(dispatchers, pairs):
-        if dispatcher in left_out:
-            continue
-        folder = directory / f"{dispatcher}-{pair + 1}"
-        words = megatron_words(megatron, dispatcher, iterations)
-        try:
-            logs.setdefault(dispatcher, []).append(train(file, words, folder, force, tell))
-        except UserError as error:
-            if dispatcher != FLEX:
-                raise
-            left_out[FLEX] = str(error)
-            del logs[FLEX]
-
-    # Step 3: compare.
-    rows = [compare(name, logs[STOCK], own) for name, own in logs.items()]
-    has_trials = from_words(megatron).get(TUNE_STEPS, "0") != "0"
-    report = ComparisonReport(
-        rows=rows, left_out=left_out, has_trials=has_trials, directory=directory
-    )
-    files.write_whole(directory / "compare.json", json.dumps(report.document(), indent=2) + "\n")
+    for pair in range(pairs):
+        for dispatcher in order_of(pair, (MONTA, STOCK, FLEX)):
+            if dispatcher in left_out:
+                continue
+            folder = directory / f"{dispatcher}-{pair + 1}"
+            words = megatron_words(megatron, dispatcher, iterations)
+            try:
+                log = train(file, words, num_warmup, folder, force, tell)
+                logs.setdefault(dispatcher, []).append(log)
+            except UserError as error:
+                if dispatcher != FLEX:
+                    raise
+                left_out[FLEX] = str(error)
+                logs.pop(FLEX, None)
+        report = ComparisonReport(
+            rows=[compare(name, logs[STOCK], own, num_warmup) for name, own in logs.items()],
+            left_out=left_out,
+            tune_steps=tune_steps,
+            directory=directory,
+        )
+        document = json.dumps(report.document(), indent=2)
+        files.write_whole(directory / "compare.json", f"{document}\n")
+        tell(f"compare.json has {counted(pair + 1, 'pair')} of {pairs}")
     return report
 
 
@@ -184,24 +202,12 @@ def megatron_words(given: Sequence[str], dispatcher: str, iterations: int) -> li
     ]
 
 
-class IterationLines(io.BytesIO):
-    """Output of a training's ranks, which tells time and loss of each iteration."""
-
-    def __init__(self, name: str, tell: Tell) -> None:
-        super().__init__()
-        self._name, self._tell, self._rest = name, tell, b""
-
-    def write(self, text: Any) -> int:
-        *lines, self._rest = (self._rest + text).split(b"\n")
-        for log in (parse_log(line.decode(errors="replace")) for line in lines):
-            for n, ms in log.times_ms.items():
-                loss = log.losses.get(n, math.nan)
-                self._tell(f"{self._name}: iteration {n}: {ms:,.1f} ms, loss {loss:.6g}")
-        return len(text)
-
-
-def train(file: str, words: Sequence[str], folder: Path, force: bool, tell: Tell) -> TrainingLog:
+def train(
+    file: str, words: Sequence[str], num_warmup: int, folder: Path, force: bool, tell: Tell
+) -> TrainingLog:
     """Run one training in its folder, as `monta launch` does; returns its log.
+
+    A collective that hangs ends it after Megatron's --distributed-timeout-minutes.
 
     Raises:
         UserError: the run is refused, or it failed.
@@ -210,33 +216,34 @@ def train(file: str, words: Sequence[str], folder: Path, force: bool, tell: Tell
     start = choose_start("torchrun" if run.config.layout.nodes == 1 else "srun", run, dry_run=False)
     run = checked(run, force)
     write(run)
-    tell(f"{folder.name} starts")
     path = folder / "logs" / "run.log"
-    status = run_and_log(start_command(start, run), path, IterationLines(folder.name, tell))
+    tell(f"{folder.name} starts; log: {path}")
+    status = run_and_log(start_command(start, run), path)
     if status != 0:
         raise UserError(f"{folder.name} failed, {why_ended(status, path)}; log: {path}")
     log = read_log(path)
-    if len(log.times_ms) <= NUM_WARMUP:
-        raise UserError(f"{path}: must have times of more than {NUM_WARMUP} iterations")
+    if len(log.times_ms) <= num_warmup:
+        raise UserError(f"{path}: must have times of more than {num_warmup} iterations")
     if not all(map(math.isfinite, log.losses.values())):
         raise UserError(f"{path}: must have losses that are finite")
+    tell(f"{folder.name}: {log.iteration_ms(num_warmup):,.1f} ms an iteration")
     return log
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonReport:
-    """Report of all trainings.
+    """Report of the pairs that are complete.
 
     Attributes:
         rows: a row for each dispatcher.
         left_out: dispatcher -> why it is not compared.
-        has_trials: whether auto tries its candidates; else it runs the planner's pick.
+        tune_steps: iterations in which auto tries its candidates; 0: it runs the planner's pick.
         directory: folder of the run directories, DISPATCHER-PAIR.
     """
 
     rows: Sequence[Compared]
     left_out: Mapping[str, str]
-    has_trials: bool
+    tune_steps: int
     directory: Path
 
     def text(self) -> str:
@@ -256,10 +263,10 @@ class ComparisonReport:
         lines = [table(columns, cells), ""]
         lines += [f"{row.dispatcher}: {row.chain}" for row in self.rows if row.chain is not None]
         lines += [f"{name} is left out: {why}" for name, why in self.left_out.items()]
-        if not self.has_trials:
+        if not self.tune_steps:
             lines.append(f"trials: none, auto runs the planner's pick (--{TUNE_STEPS} 0)")
         lines += [
-            f"ms: median of an iteration, without the first {NUM_WARMUP} of a training",
+            f"ms: median of an iteration, without the first {NUM_WARMUP + self.tune_steps}",
             "ratio: alltoall's time over this one's, mean and interval over the pairs",
             "loss difference: the largest of an iteration; Megatron logs seven digits",
             f"directory: {self.directory}",
@@ -271,7 +278,7 @@ class ComparisonReport:
         return {
             "rows": [asdict(row) for row in self.rows],
             "left_out": dict(self.left_out),
-            "has_trials": self.has_trials,
+            "tune_steps": self.tune_steps,
             "directory": str(self.directory),
             "versions": files.versions(),
             "machine": files.machine(),

@@ -5,9 +5,8 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -15,7 +14,6 @@ from monta_megatron.common import __version__
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import version_of
 from monta_megatron.common.text import WIDTH, table
-from monta_megatron.common.text import advice as nearest_of
 
 WITH_TRAINING = "pip install 'megatron-core[training]'"
 INSTALL_TE = "pip install 'transformer-engine[pytorch]'"
@@ -134,11 +132,11 @@ def _communicators() -> Iterator[Finding]:
     if value is None:
         found = f"not set; a training with monta {'sets 1' if useful else 'leaves it so'}: {by}"
         yield Finding(VARIABLE, "ok" if useful or not _has_gpu() else "note", found)
-    elif value == "1":
-        yield Finding(VARIABLE, "ok", f"1, set by the user: {by}")
     else:
         advice = "with 1, collectives of different groups overlap, and none can deadlock"
-        yield Finding(VARIABLE, "note", f"{value}, set by the user: {by}", advice)
+        text = f"{value}, set by the user: {by}"
+        is_on = value == "1"
+        yield Finding(VARIABLE, "ok" if is_on else "note", text, None if is_on else advice)
 
     value = os.environ.get(QUEUES)
     if value == "1" and _has_gpu():
@@ -149,29 +147,21 @@ def _communicators() -> Iterator[Finding]:
         yield Finding(QUEUES, "ok", value or "not set (8 launch queues)")
 
 
-def _options(words: Sequence[str]) -> Iterator[Finding]:
-    """Options in force, each by its flag, its variable or its default."""
-    from monta_megatron.integration.options import KINDS, Options, defaults_from_environment
-    from monta_megatron.tools.launch.run_config import from_words
+def _options() -> Iterator[Finding]:
+    """Options that hold without a flag, each by its variable or its default."""
+    from monta_megatron.integration.options import Options, defaults_from_environment
 
-    by_variable, by_flag = defaults_from_environment(), {}
-    flags = {f"--{name.replace('_', '-')}": name for name in by_variable}
     try:
-        for flag, value in ((f"--{name}", value) for name, value in from_words(words).items()):
-            if flag in flags:
-                kind = KINDS[flags[flag].removeprefix("moe_monta_")]
-                by_flag[flags[flag]] = kind.read(value) if isinstance(value, str) else value
-            elif flag.startswith("--moe-monta-"):
-                raise UserError(f"{flag}: unknown; {nearest_of(flag, flags)}")
-        options = Options.of(SimpleNamespace(**by_variable | by_flag))
+        by_variable = defaults_from_environment()
+        options = Options.of(SimpleNamespace(**by_variable))
     except UserError as error:
         yield Finding("options", "missing", str(error))
         return
-    for flag, name in flags.items():
-        default = ("default", getattr(options, name.removeprefix("moe_monta_")))
-        sources = (("flag", by_flag.get(name)), (name.upper(), by_variable[name]))
-        source, value = next((each for each in sources if each[1] is not None), default)
-        yield Finding(flag, "ok", f"{'not set' if value is None else value}, by {source}")
+    for name, given in by_variable.items():
+        value = getattr(options, name.removeprefix("moe_monta_"))
+        found = "not set" if value is None else value
+        source = "default" if given is None else name.upper()
+        yield Finding(f"--{name.replace('_', '-')}", "ok", f"{found}, by {source}")
 
 
 @dataclass(frozen=True)
@@ -201,21 +191,16 @@ class DoctorReport:
         return table((">status", "what", "found"), rows)
 
 
-def examine(words: Sequence[str] = ()) -> DoctorReport:
-    """Look at everything; a check that fails is a finding, not an exception.
-
-    Args:
-        words: arguments of Megatron, for the options.
-    """
+def examine() -> DoctorReport:
+    """Look at everything; a check that fails is a finding, not an exception."""
     findings: list[Finding] = []
-    options = partial(_options, words)
-    for check in (_versions, _megatron, _way_in, _accelerator, _communicators, options):
+    for check in (_versions, _megatron, _way_in, _accelerator, _communicators, _options):
         try:
             # When imported, Megatron warns about what is missing; the report says that itself.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 findings.extend(check())
         except Exception as error:  # noqa: BLE001 - a broken installation is what this is for
-            name = getattr(check, "__name__", "options").strip("_")
+            name = check.__name__.strip("_")
             findings.append(Finding(name, "missing", f"{type(error).__name__}: {error}"))
     return DoctorReport(findings=tuple(findings))

@@ -23,6 +23,7 @@ import numpy as np
 
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import write_whole
+from monta_megatron.common.rules import require
 from monta_megatron.common.text import Progress, table
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import (
@@ -71,12 +72,12 @@ class PlacementReport:
 
     @property
     def gain_pct(self) -> float:
-        """Copies saved per rank or per node, where more are saved.
-
-        The groups of a router, or a single node, may fix the other.
-        """
-        before, after = self.copies_per_token["before"], self.copies_per_token["after"]
-        return max(100 * (1 - after[part] / before[part]) for part in before)
+        """Share of all copies that is saved: those per node and, inside of nodes, per rank."""
+        parts = ("rank", "node") if self.num_nodes > 1 else ("rank",)
+        before, after = (
+            sum(self.copies_per_token[when][part] for part in parts) for when in ("before", "after")
+        )
+        return 100 * (1 - after / before)
 
     @property
     def refused(self) -> str | None:
@@ -208,6 +209,7 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
 
     # Step 2: tokens of each layer, from all ranks of its stage.
     num_ranks, stages = max(paths) + 1, stages_of(model, pp)
+    require(len(stages) == pp, "--pp", pp, f"leave each stage one of {model.num_layers} layers")
     least_tokens = math.ceil(LEAST_CHOICES * model.num_experts / model.moe_router_topk)
     tokens_of_file = math.ceil(max(MOST_TOKENS, least_tokens) * pp / num_ranks)
     rows: dict[int, list[RoutingMap]] = defaultdict(list)

@@ -2,11 +2,11 @@
 
 The checkpoint is PyTorch's distributed one (Megatron's format torch_dist). Its index says to which
 offset of a tensor each piece belongs, and where in a file the piece is. Every expert is a piece of
-its own, so experts move in the index and no weight of theirs is read. Router rows and expert bias
-are one piece for all experts, which is written anew, at the end of its file. The optimizer's state
-of a parameter has the parameter's shape and its name, after "optimizer.state.exp_avg." or the like,
-and moves with it. The distributed optimizer's flat shards do not name their parameters: a
-checkpoint with them is refused.
+its own, so experts move in the index, and the files become hard links, or copies where the file
+system has none. Router rows and expert bias are one piece for all experts, which is written anew,
+to a file of its own. The optimizer's state of a parameter has the parameter's shape and its name,
+after "optimizer.state.exp_avg." or the like, and moves with it. The distributed optimizer's flat
+shards do not name their parameters: a checkpoint with them is refused.
 
     decoder.layers.mlp.experts.experts.linear_fc1.weight      [L, E, ...], pieces of [1, 1, ...]
     decoder.layers.3.mlp.experts.experts.linear_fc1.weight    [E, ...], where layers differ
@@ -22,9 +22,10 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -103,16 +104,19 @@ def apply_placement(checkpoint: Path, placement: Placement, out: Path) -> Path:
     # Step 2: the files.
     with TemporaryDirectory(dir=out.absolute().parent, prefix=".monta_place_") as unfinished:
         folder = Path(unfinished, out.name, source.name)
-        shutil.copytree(source, folder, copy_function=shutil.copyfile)
+        without_index = shutil.ignore_patterns(INDEX)
+        shutil.copytree(source, folder, copy_function=_link_or_copy, ignore=without_index)
         shutil.copyfile(checkpoint / TRACKER, folder.parent / TRACKER)
-        placed = {}
-        for key, piece in pieces.items():
-            info, order = index.storage_data[key], placement[piece.layer]
-            if piece.is_router:
-                path = folder / info.relative_path
-                placed[key] = _append_rows(path, info, piece.axis, order)
-            else:
-                placed[_moved(key, piece, order)] = info
+        # A checkpoint that was placed before has such files already.
+        paths = (folder / f"__placed_{number}.distcp" for number in count())
+        with next(path for path in paths if not path.exists()).open("xb") as file:
+            placed = {}
+            for key, piece in pieces.items():
+                info, order = index.storage_data[key], placement[piece.layer]
+                if piece.is_router:
+                    placed[key] = _write_rows(file, source, info, piece.axis, order)
+                else:
+                    placed[_moved(key, piece, order)] = info
         index.storage_data.update(placed)
         with (folder / INDEX).open("wb") as file:
             pickle.dump(index, file)
@@ -200,12 +204,22 @@ def _moved(key: MetadataIndex, piece: _Piece, order: list[int]) -> MetadataIndex
     return MetadataIndex(re.sub(r"shard_[\d.]+", f"shard_{'.'.join(map(str, offsets))}", key.fqn))
 
 
-def _append_rows(path: Path, info: _StorageInfo, axis: int, order: list[int]) -> _StorageInfo:
-    """Write a router's piece in another order to the end of its file; returns where it is."""
-    with path.open("r+b") as file:
-        file.seek(info.offset)
-        piece = io.BytesIO(file.read(info.length))
-        rows = torch.load(piece, map_location="cpu", weights_only=True)
-        start = file.seek(0, os.SEEK_END)
-        torch.save(rows.index_select(axis, torch.tensor(order)), file)
-        return replace(info, offset=start, length=file.tell() - start)
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _write_rows(
+    file: BinaryIO, source: Path, info: _StorageInfo, axis: int, order: list[int]
+) -> _StorageInfo:
+    """Write a router's piece in another order to a file; returns where it is."""
+    with (source / info.relative_path).open("rb") as of_router:
+        of_router.seek(info.offset)
+        piece = io.BytesIO(of_router.read(info.length))
+    rows = torch.load(piece, map_location="cpu", weights_only=True)
+    start = file.tell()
+    torch.save(rows.index_select(axis, torch.tensor(order)), file)
+    length = file.tell() - start
+    return replace(info, relative_path=Path(file.name).name, offset=start, length=length)

@@ -26,7 +26,7 @@ from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.tools.bench.candidates import NO_EXPERTS, Bench, BenchCandidate, run_candidate
 from monta_megatron.tools.stock_collectives import StockCollective, observed
-from monta_megatron.tools.trace import Span, Trace
+from monta_megatron.tools.trace import Span, SpanResource, Trace
 
 NUM_BARRIERS = 31
 # The work of a stock dispatcher between its collectives: copies, and the host's work for them.
@@ -104,7 +104,7 @@ class Interval(NamedTuple):
     stage: str
     chunk: int | None
     operation: int | None
-    resource: Any
+    resource: SpanResource
     group: str | None
     start: Moment
     end: Moment
@@ -158,8 +158,7 @@ class Recorder:
         if self._pass_name is not None:
             if self._is_stock:
                 self._add_stock(BETWEEN_COLLECTIVES, "memory")
-            labels = self._pass_name, "", None, None, "pass", None
-            self._intervals.append(Interval(*labels, self._begun, self._now()))
+            self._add("", "pass", self._begun, self._now())
         self._pass_name = None
 
     def run_collective(self, collective: StockCollective, run: Callable[[], Any]) -> Any:
@@ -169,12 +168,15 @@ class Recorder:
         self._add_stock(collective.name, collective.resource)
         return result
 
-    def _add_stock(self, stage: str, resource: str) -> None:
+    def _add_stock(self, stage: str, resource: SpanResource) -> None:
         """Record work of stock, from the end of what it did before until now."""
-        assert self._pass_name is not None, f"{stage} outside of a pass"
         start, self._ready = self._ready, self._now()
-        labels = self._pass_name, stage, None, None, resource, None
-        self._intervals.append(Interval(*labels, start, self._ready))
+        self._add(stage, resource, start, self._ready)
+
+    def _add(self, stage: str, resource: SpanResource, start: Moment, end: Moment) -> None:
+        name = self._pass_name
+        assert name is not None, f"{stage} outside of a pass"
+        self._intervals.append(Interval(name, stage, None, None, resource, None, start, end))
 
     def note(self, step: Step) -> None:
         """Record a step of the executor at the current time."""

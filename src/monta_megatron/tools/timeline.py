@@ -82,15 +82,20 @@ class TimelineReport:
         return [name for name in (STOCK, self.ours) if name in self.trace.rows]
 
     @property
+    def drawn_us(self) -> list[float]:
+        """Time of each of them."""
+        return [total_us(self.trace.rows[name]) for name in self.drawn]
+
+    @property
     def ratio(self) -> float | None:
         """Speedup of ours over stock; None without stock."""
-        *stock_us, ours_us = (total_us(self.trace.rows[name]) for name in self.drawn)
+        *stock_us, ours_us = self.drawn_us
         return stock_us[0] / ours_us if stock_us else None
 
     @property
     def headline(self) -> str:
         """The result in a line."""
-        *stock_us, ours_us = (total_us(self.trace.rows[name]) for name in self.drawn)
+        *stock_us, ours_us = self.drawn_us
         if not stock_us:
             return f"{self.ours}: {time_text(ours_us)}"
         return (

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from monta_megatron.chains.program import Resource
 from monta_megatron.common.errors import UserError
@@ -20,7 +20,8 @@ from monta_megatron.common.files import read_text, write_whole
 from monta_megatron.planner.curves import RESOURCE_NAMES
 
 STOCK = "stock alltoall"
-# Of spans, with their names for people, in the order in which they are shown.
+SpanResource: TypeAlias = Resource | Literal["host", "pass"]
+# With their names for people, in the order in which they are shown.
 RESOURCES: Mapping[str, str] = {"pass": "passes", **RESOURCE_NAMES, "host": "host"}
 
 # Perfetto takes both thread 0 and a thread with its process's number for the main thread.
@@ -51,7 +52,7 @@ class Span(NamedTuple):
     stage: str
     chunk: int | None
     operation: int | None
-    resource: Resource | Literal["host", "pass"]
+    resource: SpanResource
     start_us: float
     end_us: float
 

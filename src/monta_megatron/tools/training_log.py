@@ -117,11 +117,10 @@ class TrainingLog:
         model = model_of(self.arguments, "the training of the log", "--log")
         return replace(request, model=model, **sizes)
 
-    @property
-    def iteration_ms(self) -> float:
+    def iteration_ms(self, num_warmup: int = NUM_WARMUP) -> float:
         """The median iteration without the warm-up; of all, where there are no others."""
         times_ms = list(self.times_ms.values())
-        return median(times_ms[NUM_WARMUP:] or times_ms)
+        return median(times_ms[num_warmup:] or times_ms)
 
     @property
     def dispatcher(self) -> str:

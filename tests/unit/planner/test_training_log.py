@@ -85,7 +85,7 @@ def test_configurations_of_bridge(tmp_path: Path, monta: Monta, label: str, prin
         assert log.arguments[name] == "2"
     request = log.request(PlanRequest(model="", cluster="", world_size=16))
     assert (request.tp, request.ep, request.global_batch_size) == (1, 16, 64)
-    assert log.iteration_ms == 4.0
+    assert log.iteration_ms() == 4.0
     _, planned, _ = monta("plan", "--log", path, *CLUSTER, "--world-size", "16")
     assert "4 ms by flex, whose exchange has no price" in " ".join(planned.split())
 

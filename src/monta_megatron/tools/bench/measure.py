@@ -1,6 +1,6 @@
 """A point of a benchmark: its dispatchers checked against stock, then timed; rows and report.
 
-Each repeat runs every candidate once, in a rotated order, on the benchmark's own data.
+Each repeat runs every candidate once, in an order of its own, on the benchmark's own data.
 """
 
 import gc
@@ -302,7 +302,7 @@ def run_counted(
 def time_interleaved(
     runs: Sequence[Callable[[], object]], repeats: int, on_repeat: Callable[[], None]
 ) -> NDArray[np.float64]:
-    """[repeats, runs] time of the slowest rank in ms.
+    """[repeats, runs] time of the slowest rank in ms; each repeat in a random order.
 
     Args:
         runs: one function per candidate, called by all ranks together.
@@ -310,14 +310,15 @@ def time_interleaved(
         on_repeat: called after each repeat.
     """
     times_ms = torch.zeros(repeats, len(runs), dtype=torch.float64)
+    orders = np.random.default_rng(0)
     # No garbage is collected inside a run, and none of the objects that exist already.
     gc.freeze()
     gc.disable()
     try:
         for repeat in range(repeats):
             gc.collect()
-            for offset in range(len(runs)):
-                position = (offset + repeat) % len(runs)
+            # The same on all ranks; a rotation would give each run the same predecessor throughout.
+            for position in orders.permutation(len(runs)):
                 wait_for_all()
                 start = time.perf_counter()
                 runs[position]()

@@ -29,7 +29,7 @@ class Row:
         pct_of_limit: the least time in which the rows that must cross can cross, in percent of the
             median; None on one node, or where the rate is not known.
         ratio_to_alltoall: stock alltoall's median over this one.
-        predicted_ms: the time that the planner predicts, or None.
+        predicted_ms: the time that the planner predicts, for uniform routing, or None.
         chosen: whether this is what `auto` ran.
         experts_pipelined: whether the experts run in the pipeline; None where none are computed.
     """
@@ -94,8 +94,10 @@ class Report:
             )
             for (scope, phase), rows in cells.items()
         ]
-        left_out = [f"left out: {name}: {why}" for name, why in self.meta["skipped"].items()]
-        return "\n\n".join([*tables, *left_out])
+        notes = [f"left out: {name}: {why}" for name, why in self.meta["skipped"].items()]
+        if any(row.routing != "uniform" and row.predicted_ms is not None for row in self.rows):
+            notes.append("predicted: for uniform routing, which this is not")
+        return "\n\n".join([*tables, *notes])
 
 
 def _cells(row: Row) -> dict[str, str | None]:

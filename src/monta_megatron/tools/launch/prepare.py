@@ -87,9 +87,7 @@ class Run:
         yield f"directory: {self.directory}"
 
     def document(self) -> dict[str, Any]:
-        """The run for JSON."""
-        plan = self.plan
-        fields = ("chain", "num_chunks", "predicted_us", "reason", "rates")
+        """The run for JSON; its plan is that of plan.json."""
         return {
             "name": self.config.name,
             "directory": str(self.directory),
@@ -97,7 +95,7 @@ class Run:
             "arguments": [word for words in self.words for word in words],
             "environment": {k: str(v) for k, v in self.config.environment.items()},
             "arguments_checked": self.megatron is not None,
-            "plan": None if plan is None else {name: getattr(plan, name) for name in fields},
+            "plan": None if self.plan is None else strict_yaml.plain(self.plan),
             "notes": self.notes,
         }
 

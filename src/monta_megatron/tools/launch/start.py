@@ -20,7 +20,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -35,12 +36,6 @@ from monta_megatron.tools.launch.run_config import words_of
 
 START = Path(__file__).with_name("start.sh")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-# For the user to fill in, where nodes have more than one network.
-NETWORK = (
-    "#export NCCL_SOCKET_IFNAME==INTERFACE  # that all hosts reach: ip -o route show default",
-    "#export NCCL_DEBUG=INFO                # names the network in the log",
-)
 
 
 def run_script(run: Run) -> str:
@@ -70,7 +65,6 @@ def run_script(run: Run) -> str:
         "set -u",
         "",
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
-        *(NETWORK if layout.nodes > 1 else ()),
         f"cd {shlex.quote(os.getcwd())}",
         "",
         "arguments=(",
@@ -96,28 +90,25 @@ def _container_options(run: Run) -> list[str]:
 
 
 def sbatch_options(run: Run) -> list[str]:
-    """Options that sbatch reads from run.sh; start.sh explains the signal."""
-    signal_option = f"--signal=B:USR1@{run.config.slurm.signal_before_seconds}"
-    return [
-        *slurm_options(run),
-        # sbatch replaces %j and the like in the whole path.
-        f"--output={str(run.directory).replace('%', '%%')}/logs/%j.log",
-        # A requeued job continues the log that it began.
-        "--open-mode=append",
-        *(["--no-requeue"] if run.lacks_to_resume else [signal_option, "--requeue"]),
-    ]
+    """Options that sbatch reads from run.sh; start.sh explains the signal.
 
-
-def slurm_options(run: Run) -> list[str]:
-    """Options of salloc and sbatch: one task per node, which starts the ranks of its node."""
+    One task per node starts the ranks of its node.
+    """
     given = {
         "job-name": run.config.name,
         "nodes": run.config.layout.nodes,
         "ntasks-per-node": 1,
         **run.config.slurm.options,
     }
-    options = words_of(given)
-    return [f"{name}={','.join(values)}" if values else name for name, *values in options]
+    signal_option = f"--signal=B:USR1@{run.config.slurm.signal_before_seconds}"
+    return [
+        *(f"{name}={','.join(each)}" if each else name for name, *each in words_of(given)),
+        # sbatch replaces %j and the like in the whole path.
+        f"--output={str(run.directory).replace('%', '%%')}/logs/%j.log",
+        # A requeued job continues the log that it began.
+        "--open-mode=append",
+        *(["--no-requeue"] if run.lacks_to_resume else [signal_option, "--requeue"]),
+    ]
 
 
 def write(run: Run) -> None:
@@ -187,8 +178,8 @@ class LaunchReport:
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        started = {"exit_status": self.exit_status, "job": self.job}
-        return {**self.run.document(), "command": self.command, **started}
+        started = {"command": self.command, "exit_status": self.exit_status, "job": self.job}
+        return {**self.run.document(), **started}
 
     def text(self) -> str:
         """The script that starts the run."""
@@ -246,16 +237,13 @@ def launch(
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         return replace(report, exit_status=done.returncode, job=done.stdout.strip() or None)
     path = run.directory / "logs" / "run.log"
-    why = ""
     try:
-        status = run_and_log(command, path, output)
-        if status != 0:
-            why = f"failed, {why_ended(status, path)}"
+        status, why = run_and_log(command, path, output), ""
     except KeyboardInterrupt as interrupt:
         status, why = 128 + int(interrupt.args[0]), "interrupted; every rank has ended"
     tell(f"log: {path}")
-    if why:
-        tell(why)
+    if status != 0:
+        tell(why or f"failed, {why_ended(status, path)}")
     return replace(report, exit_status=status)
 
 
@@ -278,6 +266,8 @@ def choose_start(given: Start | None, run: Run, dry_run: bool) -> Start:
             f"--start: {start} not found; on a machine without Slurm `monta launch --start none` "
             "writes the run and starts nothing"
         )
+    if start == "srun" and "SLURM_JOB_ID" not in os.environ and not dry_run:
+        raise UserError(f"srun needs a job around it: `salloc --nodes {nodes} ...`, or sbatch")
     return start
 
 
@@ -286,18 +276,12 @@ def start_command(start: Start, run: Run) -> list[str]:
 
     run.sh calls srun itself, so that its own lines run once and outside of a container.
     """
-    script = str(run.directory / "run.sh")
-    in_job = "SLURM_JOB_ID" in os.environ
-    return {
-        "torchrun": ["bash", script],
-        "srun": ["bash", script] if in_job else ["salloc", *slurm_options(run), "bash", script],
-        "sbatch": ["sbatch", "--parsable", script],
-        "none": [],
-    }[start]
+    starter = {"sbatch": ["sbatch", "--parsable"]}.get(start, ["bash"])
+    return [] if start == "none" else [*starter, str(run.directory / "run.sh")]
 
 
-def run_and_log(command: list[str], log: Path, output: BinaryIO) -> int:
-    """Run a command to its end; its output goes to `output` and into `log`.
+def run_and_log(command: list[str], log: Path, *outputs: BinaryIO) -> int:
+    """Run a command to its end; its output goes into `log`, and to `outputs`.
 
     Returns:
         Its exit status, or 128 + n if signal n has ended it.
@@ -305,11 +289,9 @@ def run_and_log(command: list[str], log: Path, output: BinaryIO) -> int:
     Raises:
         KeyboardInterrupt: on a signal, with its number, after every process of the run has ended.
     """
-    # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
-    for number in SIGNALS:
-        signal.signal(number, _interrupt)
     # A session of its own: Ctrl-C reaches only this process, which ends the run in order.
     with (
+        _handled(_interrupt),
         log.open("ab", buffering=0) as file,
         subprocess.Popen(
             command,
@@ -320,16 +302,26 @@ def run_and_log(command: list[str], log: Path, output: BinaryIO) -> int:
         ) as process,
     ):
         try:
-            _copy(process, file, output)
+            _copy(process, file, *outputs)
             status = process.wait()
         except BaseException:
             # torchrun and srun end all ranks, those that ignore the signal after 30 s.
             process.terminate()
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-            _copy(process, file)
+            with _handled(signal.SIG_IGN):
+                _copy(process, file)
             raise
     return status if status >= 0 else 128 - status
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], object] | signal.Handlers) -> Iterator[None]:
+    """Handle `SIGNALS`; for SIGINT too, which shells let background jobs ignore."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _copy(process: "subprocess.Popen[bytes]", *outputs: BinaryIO) -> None:
