@@ -1,5 +1,6 @@
 """The data, the times and the limit of one point, on one rank without a launch."""
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,15 @@ def test_every_rank_has_its_own_data_wherever_it_is_made() -> None:
     assert not torch.equal(first.hidden, first.output_gradient)
     assert first.probs.sum(dim=1).tolist() == pytest.approx([1.0] * settings.tokens)
     assert not first.probs[~first.routing_map].any()
+
+
+def test_times_are_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds pass between two looks at the clock."""
+    clock = SimpleNamespace(perf_counter=count(step=2).__next__)
+    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(measure.dist, "all_reduce", lambda values, op=None: None)
+    monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
+    assert time_interleaved([list, list], repeats=1, on_repeat=list).tolist() == [[2e3, 2e3]]
 
 
 def test_times_are_the_slowest_ranks(

@@ -12,7 +12,7 @@ from equal import assert_equal
 from pool import on_ranks
 from run_python import run_python
 
-from monta_megatron.emulation import node_memory
+from monta_megatron.emulation import gloo_collectives, node_memory
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
 
@@ -102,10 +102,20 @@ def test_messages_of_a_node() -> None:
         receipt.wait()
     assert received[:, 2].tolist() == [num_messages * before + n for n in range(num_messages)]
     node.send(message, [behind])
-    with pytest.raises(RuntimeError) as error:
-        node.receive(torch.empty(2), before).wait()
-    expected = f"rank {before} of the group sent 24 bytes where 8 were expected"
-    assert str(error.value) == expected
+    work = gloo_collectives.PendingWork([node.receive(torch.empty(2), before)])
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            work.wait()
+        expected = f"rank {before} of the group sent 24 bytes where 8 were expected"
+        assert str(error.value) == expected
+
+
+def test_memory_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_memory, "_SPACE_BYTES", 2 * node_memory._SMALLEST_BLOCK_BYTES)
+    blocks = node_memory._Blocks()
+    assert [blocks.put(torch.ones(9), 1) for _ in range(2)] == [0, 4096]
+    with pytest.raises(RuntimeError, match="take 8,192 bytes of memory, no room for 4,096"):
+        blocks.put(torch.ones(9), 1)
 
 
 @on_ranks(4)

@@ -1,4 +1,4 @@
-"""What becomes of a refusal when a layer is built: a ValueError in code, one line in a training."""
+"""What becomes of a refusal when a layer is built: a UserError in code, one line in a training."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.integration import arguments, dispatcher, layer
 
 pytestmark = pytest.mark.old_end
@@ -18,7 +19,7 @@ REASON = "moe_monta_chain: hierarchical_alltoall cannot run here: uneven nodes"
 @pytest.fixture(autouse=True)
 def refusing_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "_checked", [])
-    refuse = mock.Mock(side_effect=ValueError(REASON))
+    refuse = mock.Mock(side_effect=UserError(REASON))
     monkeypatch.setattr(dispatcher, "MontaTokenDispatcher", refuse)
 
 
@@ -37,7 +38,7 @@ def test_in_a_training(
     """All ranks of a pipeline stage end alike; the first one says why."""
     monkeypatch.setattr(arguments, "linger", lambda: None)
     monkeypatch.setattr(layer, "reports_for_stage", lambda *groups: reports)
-    with pytest.raises(ValueError, match=REASON):
+    with pytest.raises(UserError, match=REASON):
         build()
     # A training has checked its arguments.
     module = SimpleNamespace(validate_args=lambda args: args)

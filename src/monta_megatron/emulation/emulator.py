@@ -78,12 +78,13 @@ def run(command: Sequence[str]) -> int:
         interrupts.append(number)
 
     # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     # A session of its own: Ctrl-C reaches only this process, which ends what is inside in order.
     status = subprocess.call(
         [*unshare, *command], env=_environ(), stdin=standard_input, start_new_session=True
     )
+    for number, handler in before.items():
+        signal.signal(number, handler)
     if interrupts:
         tell("emulate", "interrupted; every rank has ended")
         return 128 + interrupts[0]
@@ -264,13 +265,12 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         tell("emulate", str(error))
         return 2
-    nodes, ranks = counted(cluster.nodes, "node"), counted(cluster.ranks_per_node, "rank")
-    tell("emulate", f"{nodes} x {ranks}, a NIC of {cluster.inter_mbit:g} Mbit/s on each node")
+    size = f"{counted(cluster.nodes, 'node')} x {counted(cluster.ranks_per_node, 'rank')}"
+    tell("emulate", f"{size}, a NIC of {cluster.inter_mbit:g} Mbit/s on each node")
     _COSTS.write_text(dump_cluster(default_costs(cluster)))
     num_ranks = cluster.nodes * cluster.ranks_per_node
-    status = _status_of(
-        _follow([_Rank(cluster, rank, command, as_json) for rank in range(num_ranks)])
-    )
+    ranks = [_Rank(cluster, number, command, as_json) for number in range(num_ranks)]
+    status = _status_of(_follow(ranks))
     if as_json:
         print(json.dumps({"cluster": dataclasses.asdict(cluster), "exit_status": status}, indent=2))
     return status
@@ -351,7 +351,7 @@ def _follow(ranks: Sequence[_Rank]) -> _Rank | None:
             selector.register(rank.pipe, selectors.EVENT_READ, rank)
             selector.register(os.pidfd_open(rank.process.pid), selectors.EVENT_READ, rank)
         while selector.get_map() and (seconds := deadline - time.monotonic()) > 0:
-            # An infinite time is none that it takes.
+            # It refuses an infinite timeout.
             for key, _ in selector.select(min(seconds, 60.0)):
                 rank = key.data
                 if key.fd == rank.pipe:

@@ -111,14 +111,22 @@ class PendingWork:
     ) -> None:
         self._works = works
         self._finish = finish
+        self._error: BaseException | None = None
 
     def wait(self) -> bool:
-        """Return once the result is in the output tensors."""
-        works, self._works = self._works, ()
-        for work in works:
-            work.wait()
-        finish, self._finish = self._finish, lambda: None
-        finish()
+        """Return once the result is in the output tensors; after a failure raise it every time."""
+        if self._error is not None:
+            raise self._error
+        works, finish = self._works, self._finish
+        # Receipts are waited for once, and works hold their tensors.
+        self._works, self._finish = (), lambda: None
+        try:
+            for work in works:
+                work.wait()
+            finish()
+        except BaseException as error:
+            self._error = error
+            raise
         return True
 
     def is_completed(self) -> bool:

@@ -95,7 +95,10 @@ class _Blocks:
         for offset in self._offsets[size]:
             if self._memory[offset : offset + _HEADER_BYTES] == _ALL_READ:
                 return offset
-        offset, self._end = self._end, self._end + size
+        offset = self._end
+        if offset + size > _SPACE_BYTES:
+            raise RuntimeError(f"messages take {offset:,} bytes of memory, no room for {size:,}")
+        self._end += size
         self._offsets[size].append(offset)
         return offset
 
@@ -232,7 +235,7 @@ class Neighbours:
         """Send a tensor to some neighbours; it may be changed as soon as this returns.
 
         Raises:
-            RuntimeError: a neighbour has ended.
+            RuntimeError: a neighbour has ended, or messages fill the memory.
         """
         offset = _mailbox().blocks.put(tensor.contiguous(), len(positions))
         for reader, position in enumerate(positions):
