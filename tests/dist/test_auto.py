@@ -24,6 +24,7 @@ from pool import on_ranks
 
 from monta_megatron.common import strict_yaml
 from monta_megatron.core import Choice
+from monta_megatron.integration import layer_setup
 from monta_megatron.planner.cluster import Cluster
 
 CLUSTER = Path(__file__).parents[2] / "configs/clusters/emulated_2x4_500mbit.yaml"
@@ -99,6 +100,19 @@ def test_ranks_that_differ_are_told(common: Case, other: dict[str, Any], message
     refusal = error_of(build_layer, case)
     assert refusal.startswith(f"moe_monta: ranks 0 and 2 differ in {message}"), refusal
     assert refusal.endswith("; give every rank the same options and files")
+
+
+@pytest.mark.parametrize("name", ["node_here", "planner_for"])
+@on_ranks(4)
+def test_a_rank_that_fails_alone_ends_all(name: str) -> None:
+    """Before ranks gather anything, and behind it."""
+    function = getattr(layer_setup, name)
+    fails = mock.Mock(side_effect=OSError("no such file"))
+    with (
+        mock.patch.object(layer_setup, name, fails if dist.get_rank() == 2 else function),
+        pytest.raises(OSError if dist.get_rank() == 2 else RuntimeError, match="no such file"),
+    ):
+        build_layer(replace(Case(), ep=2))
 
 
 @on_ranks(4)

@@ -96,6 +96,16 @@ def test_a_fault_is_named_on_every_rank(chain: str, fault: str) -> None:
     assert re.fullmatch(pattern, error), error
 
 
+@pytest.mark.parametrize("chain", ["hierarchical_alltoall", "hierarchical_allgather"])
+@pytest.mark.parametrize("fault", ["", *FOUND["in a split layer"]])
+@on_ranks(4)
+def test_experts_run_in_the_pipeline_of_a_split_layer(fault: str, chain: str) -> None:
+    error = error_of(replace(CASE, chain=chain, pipelined=True), fault)
+    where = FOUND["named"][fault][0] if fault else "no fault"
+    named = re.search(rf"{chain} in 3 chunks with their experts: .* on rank \d: {where}", error)
+    assert bool(error) == bool(fault) == bool(named), error
+
+
 @pytest.mark.parametrize("fault", FOUND["named"])
 @on_ranks(4)
 def test_the_comparison_with_stock_finds_it_too(fault: str) -> None:

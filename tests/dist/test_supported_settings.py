@@ -31,6 +31,7 @@ from layers import (
 )
 from pool import on_ranks
 
+from monta_megatron.integration import arguments
 from monta_megatron.integration.arguments import answer_should_free_input
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.supported_settings import (
@@ -286,7 +287,10 @@ def test_layer_spec() -> None:
     overlaps = {"overlap_moe_expert_parallel_comm": True}
     config = transformer_config(replace(CASE, dtype="bfloat16", config=overlaps), "alltoall")
     error = error_of(build_moe, with_monta(spec), config)
-    assert error.startswith("overlap_moe_expert_parallel_comm: got True, must be False")
+    assert error.startswith("overlap_moe_expert_parallel_comm: got True, must be False with the ")
+    with mock.patch.object(arguments, "_answered", []):
+        error = error_of(build_layer, replace(CASE, dtype="bfloat16", config=overlaps))
+    assert error.startswith("overlap_moe_expert_parallel_comm: got True, must be False with this ")
 
 
 @pytest.mark.old_end

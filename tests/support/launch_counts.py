@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monta_megatron import register
 from monta_megatron.chains.program import COMBINE_BACKWARD, DISPATCH_BACKWARD
+from monta_megatron.exchange import collectives
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.executor import run
 from monta_megatron.integration import layer_setup
@@ -198,11 +199,12 @@ def make_dispatcher(
     collection = SimpleNamespace(ep=groups["ep"], expt_tp=groups["etp"], tp_ep=groups["tp_ep"])
     first, number = layout.first_expert, layout.num_local_experts
     with (
-        mock.patch.multiple(
-            layer_setup,
-            gather_objects=lambda value, group: [value] * group.size(),
-            # As on GPUs.
-            is_fused=lambda choice, _: HAS_TRITON and choice != "torch",
+        mock.patch.object(
+            collectives, "gather_objects", lambda value, group: [value] * group.size()
+        ),
+        # As on GPUs.
+        mock.patch.object(
+            layer_setup, "is_fused", lambda choice, _: HAS_TRITON and choice != "torch"
         ),
         mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
     ):

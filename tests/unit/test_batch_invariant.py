@@ -14,7 +14,7 @@ from test_choice import LAYOUT, config
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.integration import count_sources
-from monta_megatron.integration.dispatcher import MicroBatch, MontaTokenDispatcher
+from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import check_chain_runs, planner_for
 
@@ -66,10 +66,10 @@ def test_the_map_of_permute_is_kept_for_unpermute() -> None:
         config=SimpleNamespace(batch_invariant_mode=True, moe_permute_fusion=False),
         routing_map=torch.ones(3, 1, dtype=torch.bool),
         drop_and_pad=False,
+        choice=None,
     )
-    batch = MicroBatch(choice=None, num_permuted=3)
     answer = (tokens, tokens[:, 0], torch.arange(3), inverse_map, None)
     with mock.patch.object(stock, "permute", return_value=answer) as permute:
-        MontaTokenDispatcher._enter(dispatcher, batch, tokens, torch.ones(3, 1))
+        MontaTokenDispatcher._enter(dispatcher, tokens, torch.ones(3, 1), 3)
     assert permute.call_args.kwargs["return_batch_invariant_inverse_map"] is True
     assert dispatcher.batch_invariant_inverse_permutation_mapping is inverse_map

@@ -11,7 +11,7 @@ orders, each with the one first that on the other rank lacks SMs. NCCL_LAUNCH_OR
 (`exchange.launch_order`); without it they do not overlap (`exchange.streams`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -126,6 +126,7 @@ def start_all_gather(
 
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 # The settings that Megatron's communicator config file may hold.
 NCCL_SETTINGS = (
@@ -187,6 +188,39 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def share_with_group(
+    make: Callable[[], tuple[T, U]], group: dist.ProcessGroup, place: str = "rank"
+) -> tuple[T, list[U]]:
+    """Gather a value that every rank makes; a failure on one rank is raised on all.
+
+    Args:
+        make: returns an object for this rank alone, and the value for all ranks.
+        group: the ranks.
+        place: in the message of a failure on another rank.
+
+    Raises:
+        UserError: a rank's `make` did.
+        RuntimeError: `make` failed in another way on another rank; on its own rank as it is.
+    """
+    kept: Any = None
+    shared: Any = None
+    own: Exception | None = None
+    problem: tuple[type[Exception], str] | None = None
+    try:
+        kept, shared = make()
+    except UserError as error:
+        own, problem = error, (UserError, str(error))
+    except Exception as error:  # noqa: BLE001 - raised below
+        own, problem = error, (RuntimeError, f"{type(error).__name__}: {error}")
+    by_rank = gather_objects((problem, shared), group)
+    if own is not None:
+        raise own
+    for rank, (found, _) in zip(dist.get_process_group_ranks(group), by_rank, strict=True):
+        if found is not None:
+            raise found[0](f"{found[1]} ({place} {rank})")
+    return kept, [shared for _, shared in by_rank]
 
 
 def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> tuple[int, ...]:

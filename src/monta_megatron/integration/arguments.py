@@ -14,7 +14,8 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args
 
@@ -32,6 +33,7 @@ from monta_megatron.integration.options import (
     etp_size_of,
 )
 from monta_megatron.integration.planning import check_chain_runs
+from monta_megatron.integration.registration import PATCHES
 from monta_megatron.integration.supported_settings import check_megatron_version, check_supported
 
 
@@ -51,15 +53,40 @@ def seen_as_alltoall(config: Any) -> Iterator[None]:
         config.moe_token_dispatcher_type = dispatcher_type
 
 
-def patch_should_free_input(module: Any) -> None:
-    """Answer `should_free_input` where this module of Megatron defines it.
+# Megatron's modules in which we answer `should_free_input`: one of two, depending on the release.
+_answered: list[str] = []
 
-    0.16 defines it in fine_grained_callables; later releases import it there from common.utils,
-    where it is wrapped already.
-    """
+
+def patch_should_free_input(module: Any) -> None:
+    """Answer `should_free_input` where this module of Megatron defines it."""
     function = vars(module).get("should_free_input")
     if function is not None and function.__module__ == module.__name__:
         module.should_free_input = answer_should_free_input(function)
+        _answered.append(module.__name__)
+
+
+def check_schedule(config: Any) -> None:
+    """Check that Megatron's 1F1B overlap schedule, if it runs, asks us what it may free.
+
+    Raises:
+        UserError: it would free what the experts have saved.
+    """
+    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return
+    for name, patch in PATCHES:
+        if patch == "arguments:patch_should_free_input":
+            with suppress(ImportError):
+                import_module(name)
+    if is_monta(config) and _answered:
+        return
+    where, advice = "this megatron-core, as should_free_input is not found in it", "leave it out"
+    if not is_monta(config):
+        where = "the dispatcher in the layer spec"
+        advice = "set moe_token_dispatcher_type to 'monta' instead"
+    raise UserError(
+        f"overlap_moe_expert_parallel_comm: got True, must be False with {where}, since Megatron's "
+        f"schedule would free what the experts have saved; {advice}"
+    )
 
 
 def answer_should_free_input(original: Callable[..., bool]) -> Callable[..., bool]:

@@ -9,7 +9,7 @@
     combine_postprocess    unpermute                  unpermute, or nothing
 
 As in stock, the host waits for the counts once, in dispatch_preprocess or in token_dispatch (see
-`MicroBatch.waits_to_enter`). Then `_bound` chooses the chain and binds it to them.
+`waits_to_enter`). Then `_bound` chooses the chain and binds it to them.
 
 Chains of permuted tokens leave permuting and its sums to Megatron, bit for bit; chains of tokens
 copy and sum tokens themselves, in fp32. With moe_monta_overlap_experts, chain, experts and
@@ -28,14 +28,14 @@ from megatron.core.transformer.moe import token_dispatcher as stock
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from monta_megatron.chains import CHAINS, ChainCounts
+from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import Rows
 from monta_megatron.common.errors import UserError
 from monta_megatron.core import Choice
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.exchange.pipeline import Experts, blocks_of_chunks, run_pipeline
+from monta_megatron.exchange.pipeline import Experts, run_pipeline
 from monta_megatron.exchange.rows import expert_ids_of
 from monta_megatron.integration.count_sources import (
     ReadCounts,
@@ -55,51 +55,54 @@ SHARED_EXPERTS_WAIT = hasattr(SharedExpertMLP, "wait_current_stream")
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """State of one micro-batch, from dispatch_preprocess until it has left the layer.
+    """A micro-batch whose chain is bound to its counts.
 
     Attributes:
-        choice: of this micro-batch: the step's; if None, known once it is bound.
-        has_topk: every token should have top-k experts.
-        num_permuted: rows to permute, if known before the counts; see `waits_to_enter`.
-        read_counts: waits for its counts; None before they are on their way, and once it is bound.
-        exchanges: the chain, bound to the counts; one per chunk with the experts in the pipeline.
-            Empty until it is bound.
-        ids_TW: ids of each token's experts, for `compute`.
+        choice: the one that runs.
+        exchanges: the bound chain; one per chunk with the experts in the pipeline.
+        ids_TW: experts of each token, which `token_dispatch` adds for `compute`.
     """
 
-    choice: Choice | None
-    has_topk: bool = False
-    num_permuted: int | None = None
-    read_counts: ReadCounts | None = None
-    exchanges: tuple[Exchange, ...] = ()
+    choice: Choice
+    exchanges: tuple[Exchange, ...]
     ids_TW: torch.Tensor | None = None
 
     @property
-    def rows(self) -> Rows | None:
-        """Rows of the chain; None while none is chosen."""
-        return None if self.choice is None else CHAINS[self.choice.chain].rows
+    def num_source_rows(self) -> int:
+        """Rows that enter a chain that is not split with its experts."""
+        return int(self.exchanges[0].bound_chain.num_source_rows)
 
-    @property
-    def waits_to_enter(self) -> bool:
-        """Whether its counts have to be here before its rows enter the chain.
 
-            chain's rows     experts of a token   waits   rows to permute
-            not yet chosen   any                  yes     as below, once chosen
-            tokens           any                  no      none
-            permuted tokens  top-k                no      T * top-k, cut by `_as_counted`
-            permuted tokens  padded to capacity   no      E * capacity
-            permuted tokens  any other number     yes     as counted
+def rows_of(choice: Choice | None) -> Rows | None:
+    """Rows of the chain of a choice; None without one."""
+    return None if choice is None else CHAINS[choice.chain].rows
 
-        CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k
-        rows, or E * capacity, before there is a choice.
-        """
-        if self.rows == "tokens" or self.read_counts is None:
-            return False
-        return self.rows is None or self.num_permuted is None
+
+def waits_to_enter(choice: Choice | None, num_permuted: int | None) -> bool:
+    """Whether the counts of a micro-batch have to be here before its rows enter the chain.
+
+        chain's rows     experts of a token   waits   rows to permute
+        not yet chosen   any                  yes     as below, once chosen
+        tokens           any                  no      none
+        permuted tokens  top-k                no      T * top-k, cut by `_as_counted`
+        permuted tokens  padded to capacity   no      E * capacity
+        permuted tokens  any other number     yes     as counted
+
+    CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k rows,
+    or E * capacity, before there is a choice.
+
+    Args:
+        choice: the step's, if any.
+        num_permuted: rows to permute, if known before the counts.
+    """
+    return choice is None or (num_permuted is None and rows_of(choice) == "permuted tokens")
 
 
 class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     """Runs the exchange of an MoE layer as a pipelined chain, forward and backward.
+
+    Unlike stock alltoall it does not call `preprocess`, and leaves the splits, `capacity` and
+    `tokens_per_expert` None.
 
     Attributes:
         setup: options, layout and planner.
@@ -107,10 +110,14 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         groups: process groups by the group names of the chains.
         monitor: counts bytes by resource; may record starts and waits.
         moe_layer: weak reference to the MoE layer of this dispatcher; None before it has one.
-        micro_batch: the current one, or the last.
+        choice: of the last micro-batch, or the one that is given; None until it is known.
+        micro_batch: the current one, from when its counts are here until `token_combine`.
         received_rows: by rank, in the exchange before the last; it came with the last counts.
         joined_counts: [J]; CUDA graphs replay it by name. None if capacity fixes the counts.
     """
+
+    # Waits for the counts of the current micro-batch.
+    _read_counts: ReadCounts
 
     def __init__(
         self,
@@ -139,7 +146,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.groups = self.setup.open_groups({})
         self.monitor = Monitor()
         self.moe_layer: weakref.ref[torch.nn.Module] | None = None
-        self.micro_batch = MicroBatch(choice=self.chooser.step_choice)
+        self.choice: Choice | None = self.chooser.step_choice
+        self.micro_batch: MicroBatch | None = None
         self.received_rows = np.zeros(len(self.setup.layout.nodes), dtype=np.int64)
         self.joined_counts: torch.Tensor | None = None
         self._counts = self.setup.counts
@@ -153,15 +161,9 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.cudagraph_attrs.append("joined_counts")
 
     @property
-    def choice(self) -> Choice | None:
-        """The choice of the last micro-batch; None before the first."""
-        return self.micro_batch.choice
-
-    @property
     def computes(self) -> bool:
-        """Whether the experts of this micro-batch run in the pipeline, by `compute`."""
-        choice = self.micro_batch.choice
-        return choice is not None and choice.splits_experts
+        """Whether the experts of the bound micro-batch run in the pipeline, by `compute`."""
+        return self.choice is not None and self.choice.splits_experts
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -171,6 +173,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         [seq / TP, batch, H] or [T, H], [T, E] bool, [T, E] -> [N, H], [N] in expert order; or
         [T, H], [T, E].
         """
+        assert probs.dim() == routing_map.dim() == 2, "as for stock: [T, E]"
+        assert routing_map.dtype == torch.bool, "as for stock"
         self.hidden_shape = hidden_states.shape
         # Kernels need contiguous rows.
         self.probs = probs_TE = probs.contiguous()
@@ -184,12 +188,15 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             self.joined_counts = self._counts.collect(self.routing_map, tag, num_received)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        batch = self._new_micro_batch(None if captures else self._copy_counts())
-        if batch.waits_to_enter:
-            batch = self._bound(batch)
-        self.micro_batch = batch
+        self.choice, self.micro_batch = self.chooser.step_choice, None
+        num_rows = self._num_permuted()
+        if not captures:
+            self._read_counts = self._copy_counts()
+            if waits_to_enter(self.choice, num_rows):
+                self.micro_batch = self._bound(self._read_counts)
+                num_rows = num_rows or self.micro_batch.num_source_rows
         # [seq / TP, batch, H] -> [T, H]
-        return self._enter(batch, hidden_states.view(-1, self.hidden_shape[-1]), probs_TE)
+        return self._enter(hidden_states.view(-1, self.hidden_shape[-1]), probs_TE, num_rows)
 
     def token_dispatch(
         self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor
@@ -201,21 +208,21 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         """
         if self.shared_experts is not None and SHARED_EXPERTS_WAIT:
             self.shared_experts.wait_current_stream()
-        batch, lists = self.micro_batch, None
+        lists = None
         if self.setup.captures:
             # A graph has replayed dispatch_preprocess without running its Python.
-            batch = self._new_micro_batch(self._copy_counts())
-        if batch.has_topk and batch.rows == "tokens":
-            # Launched while the counts are on their way. A recomputation may know its choice
-            # earlier than its forward pass did, but makes the same lists.
-            topk = self.config.moe_router_topk
-            lists = self._list_experts(permuted_probs, topk)
-        if not batch.exchanges:
-            batch = self._bound(batch)
+            self.choice, self.micro_batch = self.chooser.step_choice, None
+            self._read_counts = self._copy_counts()
+        if self.micro_batch is None:
+            if self._has_topk and rows_of(self.choice) == "tokens":
+                # Launched while the counts are on their way. A recomputation may know its choice
+                # earlier than its forward pass did, but makes the same lists.
+                lists = self._list_experts(permuted_probs, self.config.moe_router_topk)
+            self.micro_batch = self._bound(self._read_counts)
+        batch = self.micro_batch
         rows_NH, probs, ids_TW = self._columns(
             batch, permutated_local_input_tokens, permuted_probs, lists
         )
-        self.micro_batch = batch
         if self.computes:
             self.micro_batch = replace(batch, ids_TW=ids_TW)
         else:
@@ -229,7 +236,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self, experts: Experts, tokens_TH: torch.Tensor, probs_TW: torch.Tensor
     ) -> torch.Tensor:
         """Run chain, experts and transpose by chunks: [T, H], [T, W] -> [T, H], summed by token."""
-        batch = self.micro_batch
+        batch = self._batch
         assert batch.ids_TW is not None, "only tokens are split with their experts"
         return run_pipeline(batch.exchanges, tokens_TH, probs_TW, batch.ids_TW, experts)
 
@@ -237,7 +244,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Add the rows of each expert: [L] int64 on the host. Rows are in expert order already."""
-        (exchange,) = self.micro_batch.exchanges
+        (exchange,) = self._batch.exchanges
         tokens_per_expert_L = torch.from_numpy(exchange.bound_chain.rows_per_local_expert)
         return global_input_tokens, tokens_per_expert_L, global_probs
 
@@ -255,15 +262,17 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         # The two flags belong to other dispatchers; stock alltoall ignores them too.
         if self.shared_experts is not None and SHARED_EXPERTS_WAIT:
             self.shared_experts.wait_current_stream()
-        batch, rows_NH = self.micro_batch, hidden_states
+        batch, rows_NH = self._batch, hidden_states
         if not self.computes:
             rows_NH = combine(batch.exchanges[0], rows_NH)
         # For the next counts; in `_bound` it would delay the first collective.
         self._num_received = int(sum(each.bound_chain.num_expert_rows for each in batch.exchanges))
         # Autograd holds the exchanges until the backward passes have run.
-        self.micro_batch = MicroBatch(choice=batch.choice)
+        self.micro_batch = None
         # Before 0.18 stock's combine_postprocess does this, which only permuted tokens go through.
-        if self.shared_experts is not None and (SHARED_EXPERTS_WAIT or batch.rows == "tokens"):
+        if self.shared_experts is not None and (
+            SHARED_EXPERTS_WAIT or rows_of(batch.choice) == "tokens"
+        ):
             self.shared_experts.linear_fc2_forward(rows_NH)
             self.shared_experts.post_forward_comm()
         return rows_NH
@@ -272,7 +281,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Leave the chain: [N, H] or [T, H] -> [seq / TP, batch, H]; add the shared experts."""
-        if self.micro_batch.rows != "tokens":
+        if rows_of(self.choice) != "tokens":
             output: torch.Tensor = super().combine_postprocess(permutated_local_input_tokens)
             return output
         output = permutated_local_input_tokens.view(self.hidden_shape)
@@ -280,19 +289,22 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             output = output + self.shared_experts.get_output()
         return output
 
+    @property
+    def _batch(self) -> MicroBatch:
+        assert self.micro_batch is not None, "token_dispatch comes first"
+        return self.micro_batch
+
     def _enter(
-        self, batch: MicroBatch, tokens_TH: torch.Tensor, probs_TE: torch.Tensor
+        self, tokens_TH: torch.Tensor, probs_TE: torch.Tensor, num_rows: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enter the chain: [T, H], [T, E] -> [N, H], [N] in expert order; or the same tensors."""
-        if batch.rows == "tokens":
+        if rows_of(self.choice) == "tokens":
             if self.config.overlap_moe_expert_parallel_comm:
                 # The 1F1B schedule frees the inputs of token_dispatch, but autograd saved these.
                 return tokens_TH.clone(), probs_TE.clone()
             return tokens_TH, probs_TE
         self.hidden_shape_before_permute = tokens_TH.shape
-        num_rows, by_map = batch.num_permuted, demands_order(self.config)
-        if num_rows is None:
-            num_rows = int(batch.exchanges[0].bound_chain.num_source_rows)
+        by_map = demands_order(self.config)
         rows_NH, probs_N, permutation, *more = stock.permute(
             tokens_TH,
             self.routing_map,
@@ -318,9 +330,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
         [N, H], [N] -> [N, H], [N], no ids; or [T, H], [T, E] -> [T, H], [T, W], ids [T, W].
         """
-        if batch.rows == "permuted tokens":
-            num_rows = int(batch.exchanges[0].bound_chain.num_source_rows)
-            return *self._as_counted(rows_NH, probs, num_rows), None
+        if rows_of(batch.choice) == "permuted tokens":
+            return *self._as_counted(rows_NH, probs, batch.num_source_rows), None
         width = batch.exchanges[0].max_experts_per_token
         if lists is None or lists[1].shape[1] != width:
             lists = self._list_experts(probs, width)
@@ -362,60 +373,43 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         assert self.joined_counts is not None, "collected"
         return self._counts.copy_to_host(self.joined_counts, self.cuda_dtoh_stream)
 
-    def _new_micro_batch(self, read_counts: ReadCounts | None) -> MicroBatch:
-        config, num_permuted = self.config, None
-        has_topk = config.moe_expert_capacity_factor is None and not replaces_preprocess()
-        has_topk = has_topk and not config.moe_router_padding_for_quantization
-        if self.drop_and_pad:
-            num_permuted = capacity_of(self.routing_map, config) * self.routing_map.shape[1]
-        elif has_topk or self.setup.captures:
-            num_permuted = len(self.routing_map) * config.moe_router_topk
-        return MicroBatch(
-            choice=self.chooser.step_choice,
-            has_topk=has_topk,
-            num_permuted=num_permuted,
-            read_counts=read_counts,
-        )
+    @property
+    def _has_topk(self) -> bool:
+        """Whether every token should have top-k experts."""
+        config = self.config
+        has_others = config.moe_expert_capacity_factor is not None or replaces_preprocess()
+        return not has_others and not config.moe_router_padding_for_quantization
 
-    def _bound(self, batch: MicroBatch) -> MicroBatch:
-        """Wait for the counts of a micro-batch, and return it with its choice and exchanges.
+    def _num_permuted(self) -> int | None:
+        """Rows to permute, if known before the counts; see `waits_to_enter`."""
+        if self.drop_and_pad:
+            return capacity_of(self.routing_map, self.config) * self.routing_map.shape[1]
+        if self._has_topk or self.setup.captures:
+            return len(self.routing_map) * self.config.moe_router_topk
+        return None
+
+    def _bound(self, read_counts: ReadCounts) -> MicroBatch:
+        """Wait for the counts of a micro-batch, choose, and bind the chain to them.
 
         A choice is checked before its first use.
         """
-        assert batch.read_counts is not None, "not on their way to the host"
-        counts, layer = batch.read_counts(), None if self.moe_layer is None else self.moe_layer()
+        counts, layer = read_counts(), None if self.moe_layer is None else self.moe_layer()
         is_training = torch.is_grad_enabled() if layer is None else layer.training
         choice = self.chooser.choose(counts, is_training, self.probs.device)
-        assert batch.choice in (None, choice), f"entered for {batch.choice}, chosen: {choice}"
+        assert self.choice in (None, choice), f"entered for {self.choice}, chosen: {choice}"
+        self.choice = choice
         self.received_rows = counts.received_rows.copy()
         if choice not in self._checked:
             self._check(choice)
-        chain, num_chunks, width = CHAINS[choice.chain], choice.num_chunks, 0
-        sum_dtype = torch.float32
-        if chain.rows == "permuted tokens":
-            counts_by_exchange: list[ChainCounts] = [counts.permuted_tokens]
-            # Megatron reduces over the expert tensor parallel group in the probabilities' dtype.
-            sum_dtype = torch.promote_types(self.probs.dtype, torch.float32)
-        else:
-            assert counts.tokens is not None, "counted for chains of tokens"
-            least = self.config.moe_router_topk if batch.has_topk else 0
-            width, counts_by_exchange = max(least, counts.max_experts_per_token), [counts.tokens]
-            if choice.splits_experts:
-                blocks = blocks_of_chunks(counts.tokens.tokens.shape[1], num_chunks)
-                counts_by_exchange = [counts.tokens.of_blocks(*each) for each in blocks]
-                num_chunks = 1
-        exchanges = tuple(
-            Exchange(
-                bound_chain=chain.bind(self.setup.layout, each, num_chunks),
-                groups=self.groups,
-                sum_dtype=sum_dtype,
-                monitor=self.monitor,
-                max_experts_per_token=width,
-                fused=self.setup.is_fused,
-            )
-            for each in counts_by_exchange
+        exchanges = self.setup.bind(
+            choice,
+            counts,
+            groups=self.groups,
+            prob_dtype=self.probs.dtype,
+            monitor=self.monitor,
+            least_width=self.config.moe_router_topk if self._has_topk else 0,
         )
-        return replace(batch, choice=choice, read_counts=None, exchanges=exchanges)
+        return MicroBatch(choice=choice, exchanges=exchanges)
 
     def _check(self, choice: Choice) -> None:
         """Run the round trip with known answer, before a choice first carries rows."""
@@ -426,14 +420,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
             FirstUse(
                 choice=choice,
-                count_messages=setup.counts.count_messages,
-                group=self.tp_ep_group,
+                setup=setup,
                 groups=self.groups,
                 hidden_size=self.hidden_shape[-1],
-                dtype=self.config.params_dtype,
                 prob_dtype=self.probs.dtype,
-                topk=self.config.moe_router_topk,
                 device=self.probs.device,
-                fused=setup.is_fused,
             ).check()
         self._checked.add(choice)

@@ -31,13 +31,14 @@ one if it is a permuted token.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import gcd
 from operator import add
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -46,12 +47,13 @@ from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, D
 from monta_megatron.core import Choice, GroupName, Layout
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.collectives import PeerGroup, gather_objects
-from monta_megatron.exchange.count_messages import CountMessages
+from monta_megatron.exchange.count_messages import block_size
 from monta_megatron.exchange.errors import ExchangeError
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.monitor import Monitor
-from monta_megatron.integration.count_sources import CountsFromRanks
+from monta_megatron.exchange.pipeline import blocks_of_chunks, run_pipeline
+from monta_megatron.integration.layer_setup import LayerSetup
 
 # Most tokens of a rank; rank r has r % 8 fewer, so that neighbours' numbers of tokens differ.
 NUM_TOKENS = 256
@@ -65,6 +67,8 @@ BY_EXPERT, BY_ETP_RANK = slice(3, None, 8), slice(7, None, 8)
 # The integers of a pair: the token's rank and its index there, the expert's index among the
 # token's experts in ascending order, and the expert.
 SOURCE, TOKEN, PLACE, EXPERT = range(4)
+
+PASSES = (DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD)
 
 # Checks that have passed, by group.
 _passed: WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = WeakKeyDictionary()
@@ -80,26 +84,19 @@ class FirstUse:
 
     Attributes:
         choice: the same on all ranks of the exchange.
-        count_messages: of the training; has this rank's position in the exchange.
-        group: the ranks of the exchange.
+        setup: of the layer. The check uses at most 64 / ETP experts of a token.
         groups: process groups by the group names of the chain.
-        hidden_size, dtype: of the rows.
+        hidden_size: of the rows.
         prob_dtype: of the probabilities.
-        topk: K of the training; the check uses at most 64 / ETP.
         device: of the rows.
-        fused: whether Triton kernels do the work.
     """
 
     choice: Choice
-    count_messages: CountMessages
-    group: dist.ProcessGroup
+    setup: LayerSetup
     groups: Mapping[str, PeerGroup]
     hidden_size: int
-    dtype: torch.dtype
     prob_dtype: torch.dtype
-    topk: int
     device: torch.device
-    fused: bool
 
     def check(self) -> None:
         """Check the choice, unless it has passed in this process; draws no random numbers.
@@ -107,15 +104,15 @@ class FirstUse:
         Raises:
             SelfCheckError: a rank found a difference, or the round trip failed.
         """
-        passed = _passed.setdefault(self.group, set())
-        rows = self.hidden_size, self.dtype, self.prob_dtype, self.topk
-        layout = self.count_messages.layout
-        key = layout, self.choice.chain, self.choice.num_chunks, *rows, self.fused
+        setup, config = self.setup, self.setup.config
+        passed = _passed.setdefault(setup.groups["tp_ep"], set())
+        rows = self.hidden_size, config.params_dtype, self.prob_dtype, config.moe_router_topk
+        key = setup.layout, self.choice, *rows, setup.is_fused
         if key in passed:
             return
         try:
-            # A trainer may have set another default device.
-            with torch.no_grad(), torch.device("cpu"):
+            # A trainer may have set another default device, or evaluate.
+            with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
                 for difference in self._differences():
                     self._raise_on_any_rank(difference)
         except (ExchangeError, SelfCheckError):
@@ -127,8 +124,9 @@ class FirstUse:
 
     def _raise_on_any_rank(self, difference: str) -> None:
         """Raise on all ranks if any has a difference; the message has the first one's."""
-        ranks = dist.get_process_group_ranks(self.group)
-        lines = zip(ranks, gather_objects(difference, self.group), strict=True)
+        group = self.setup.groups["tp_ep"]
+        ranks = dist.get_process_group_ranks(group)
+        lines = zip(ranks, gather_objects(difference, group), strict=True)
         if wrong := {rank: line for rank, line in lines if line}:
             all_ranks, wrong_ranks = (", ".join(map(str, each)) for each in (ranks, wrong))
             first = min(wrong)
@@ -138,7 +136,7 @@ class FirstUse:
 
     def _error(self, problem: str) -> SelfCheckError:
         advice = "train with moe_token_dispatcher_type alltoall"
-        if self.fused:
+        if self.setup.is_fused:
             advice += " or moe_monta_kernels torch"
         return SelfCheckError(
             f"moe_monta_check: {self.choice.name}: {problem}. Report it, and {advice}; "
@@ -147,47 +145,42 @@ class FirstUse:
 
     def _differences(self) -> Iterator[str]:
         """The first difference in the counts, then the first in the four passes; "" if none."""
-        layout = self.count_messages.layout
-        pairs = route(layout, min(self.topk, layout.num_experts, MOST_TERMS // layout.etp))
+        layout, topk = self.setup.layout, self.setup.config.moe_router_topk
+        pairs = route(layout, min(topk, layout.num_experts, MOST_TERMS // layout.etp))
         # [N, K, 4] in the order of the source rows: by token; or [N, 1, 4] by (expert, token).
         sent, received = pairs[pairs[:, 0, SOURCE] == layout.rank], received_pairs(pairs, layout)
         if CHAINS[self.choice.chain].rows == "permuted tokens":
             sent = sent.flatten(0, 1)[sent[..., EXPERT].flatten().argsort(stable=True), None]
-        exchange, counts_SL = self._bind(sent)
+        exchanges, counts_SL = self._bind(sent)
         expected_SL, local = torch.zeros_like(counts_SL), received[:, EXPERT] - layout.first_expert
         expected_SL.index_put_((received[:, SOURCE], local), torch.tensor(1), accumulate=True)
         yield _difference("counts by source rank and local expert", counts_SL, expected_SL)
-        differences = [_difference(*each) for each in self._passes(exchange, sent, received)]
+        differences = [_difference(*each) for each in self._passes(exchanges, sent, received)]
         yield next((line for line in differences if line), "")
 
-    def _bind(self, sent: torch.Tensor) -> tuple[Exchange, torch.Tensor]:
-        """Exchange the counts and bind the chain; returns the exchange and the counts [S, L]."""
-        chain, count_messages = CHAINS[self.choice.chain], self.count_messages
+    def _bind(self, sent: torch.Tensor) -> tuple[tuple[Exchange, ...], torch.Tensor]:
+        """Exchange the counts and bind the chain to them; also returns the counts [S, L]."""
         routing_map_TE = torch.zeros(
-            int(sent[..., TOKEN].max()) + 1, count_messages.layout.num_experts
+            int(sent[..., TOKEN].max()) + 1, self.setup.layout.num_experts, dtype=torch.bool
         )
-        routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = 1
-        source = CountsFromRanks(
-            count_messages=count_messages, group=self.group, chain_name=chain.name
-        )
-        counts_J = source.collect(routing_map_TE.bool().to(self.device))
-        counts = count_messages.read(counts_J.cpu().numpy())
-        permuted, is_token = counts.permuted_tokens, chain.rows == "tokens"
-        row_counts = counts.tokens if is_token else permuted
-        assert row_counts is not None, "counted for chains of tokens"
-        least = torch.float32 if is_token else self.prob_dtype
-        exchange = Exchange(
-            bound_chain=chain.bind(count_messages.layout, row_counts, self.choice.num_chunks),
+        routing_map_TE[sent[..., TOKEN], sent[..., EXPERT]] = True
+        source = replace(self.setup.counts, chain_name=self.choice.chain)
+        counts_J = source.collect(routing_map_TE.to(self.device))
+        counts = source.copy_to_host(counts_J, torch.cuda.current_stream())()
+        exchanges = self.setup.bind(
+            self.choice,
+            counts,
             groups=self.groups,
-            sum_dtype=torch.promote_types(least, torch.float32),
+            prob_dtype=self.prob_dtype,
             monitor=Monitor(),
-            max_experts_per_token=counts.max_experts_per_token,
-            fused=self.fused,
         )
         # [G, D, L] -> [S, L]
-        return exchange, torch.from_numpy(permuted.received).transpose(0, 1).flatten(0, 1)
+        received = torch.from_numpy(counts.permuted_tokens.received)
+        return exchanges, received.transpose(0, 1).flatten(0, 1)
 
-    def _passes(self, exchange: Exchange, sent: torch.Tensor, received: torch.Tensor) -> list[Any]:
+    def _passes(
+        self, exchanges: Sequence[Exchange], sent: torch.Tensor, received: torch.Tensor
+    ) -> list[Any]:
         """Run the four passes; returns the arguments of `_difference` for each result.
 
         `sent` are the pairs [N, K, 4] of the source rows, `received` those [M, 4] of the experts'.
@@ -209,10 +202,10 @@ class FirstUse:
             combine backward         1   1   2   2              2   3 - row, at all 3 experts
             dispatch backward        4   5   8   0              s   outputs for 3 - row, summed
         """
-        layout, chain = self.count_messages.layout, exchange.bound_chain.chain
+        layout, chain = self.setup.layout, CHAINS[self.choice.chain]
         is_token = chain.rows == "tokens"
         terms, etp_rank = torch.tensor(TERMS), layout.rank % layout.etp
-        sum_dtype = torch.promote_types(exchange.sum_dtype, self.dtype)
+        sum_dtype = torch.promote_types(exchanges[0].sum_dtype, self.setup.config.params_dtype)
 
         # Step 1: rows on both sides, and factors of the experts: [E * G] -> [E, G, bits].
         sizes = len(layout.nodes) * NUM_TOKENS, layout.num_experts * layout.etp
@@ -246,11 +239,17 @@ class FirstUse:
         ids = lists[..., EXPERT].to(self.device, torch.int32) if is_token else None
 
         # Step 4: the passes.
-        dispatched = run(exchange, DISPATCH, Columns(rows, probs, ids))
-        combined = run(exchange, COMBINE, Columns(self._times(arrived, *outputs)))
-        gradients = run(exchange, COMBINE_BACKWARD, Columns(3 - rows))
-        expert_gradients = Columns(self._times(3 - arrived, *outputs), self._probs(shares))
-        returned = run(exchange, DISPATCH_BACKWARD, expert_gradients)
+        inputs = (
+            Columns(rows, probs, ids),
+            Columns(self._times(arrived, *outputs)),
+            Columns(3 - rows),
+            Columns(self._times(3 - arrived, *outputs), self._probs(shares)),
+        )
+        if self.choice.splits_experts:
+            results = self._run_in_pipeline(exchanges, received, *inputs)
+        else:
+            results = [run(exchanges[0], *each) for each in zip(PASSES, inputs, strict=True)]
+        dispatched, combined, gradients, returned = results
         prob_gradients = self._probs(all_shares.sum(dim=-1))
         return [
             ("dispatch", dispatched.rows, arrived, received),
@@ -261,11 +260,48 @@ class FirstUse:
             ("dispatch backward of probabilities", returned.probs, prob_gradients, sent),
         ]
 
+    def _run_in_pipeline(
+        self, exchanges: Sequence[Exchange], received: torch.Tensor, *inputs: Columns
+    ) -> list[Columns]:
+        """Run the passes as a training that splits its experts does; they return what is given."""
+        (rows, probs, ids), (outputs, *_), (sum_gradients, *_), (gradients, shares, _) = inputs
+        assert probs is not None and ids is not None and shares is not None, "rows are tokens"
+        num_blocks = self.setup.counts.count_messages.num_blocks
+        num_tokens = NUM_TOKENS - received[:, SOURCE].numpy() % 8
+        blocks = received[:, TOKEN].numpy() // block_size(num_tokens, num_blocks)
+        # Of the received rows [M], those of each chunk.
+        bounds = blocks_of_chunks(num_blocks, len(exchanges))
+        chunks = (np.flatnonzero((first <= blocks) & (blocks < end)) for first, end in bounds)
+        arrived, arrived_probs = torch.empty_like(outputs), torch.empty_like(shares)
+        combined_back = torch.empty_like(outputs)
+
+        def experts(rows_NH: torch.Tensor, _: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
+            def note(gradient_NH: torch.Tensor) -> None:
+                combined_back[here] = gradient_NH
+
+            here = next(chunks)
+            arrived[here], arrived_probs[here] = rows_NH.detach(), probs_N.detach()
+            rows_NH.register_hook(lambda _: gradients[here])
+            probs_N.register_hook(lambda _: shares[here])
+            # For autograd the outputs depend on both.
+            outputs_NH = outputs[here] + 0 * (rows_NH + probs_N[:, None]).to(rows_NH.dtype)
+            outputs_NH.register_hook(note)
+            return outputs_NH
+
+        with torch.enable_grad():
+            sources = rows.requires_grad_(), probs.requires_grad_()
+            sums = run_pipeline(exchanges, *sources, ids, experts)
+            returned = torch.autograd.grad(sums, sources, sum_gradients)
+        results = (arrived, arrived_probs), (sums.detach(),), (combined_back,), returned
+        return [Columns(*each) for each in results]
+
     def _wide(self, values: torch.Tensor) -> torch.Tensor:
         """[N, bits] -> [N, H]: the bits repeat; an order column repeats the column before it."""
         columns = torch.arange(self.hidden_size)
         index = (columns - (columns + 1) // 4) % values.shape[1]
-        return values.to(self.device, self.dtype).index_select(1, index.to(self.device))
+        return values.to(self.device, self.setup.config.params_dtype).index_select(
+            1, index.to(self.device)
+        )
 
     def _times(
         self, rows: torch.Tensor, factors: torch.Tensor, *in_order: torch.Tensor
@@ -273,7 +309,7 @@ class FirstUse:
         """[N, H] times [N, bits]; the order columns hold the other two, [N] each."""
         result = rows * self._wide(factors)
         for columns, values in zip((BY_EXPERT, BY_ETP_RANK), in_order, strict=True):
-            result[:, columns] = values.to(self.device, self.dtype)[:, None]
+            result[:, columns] = values.to(self.device, self.setup.config.params_dtype)[:, None]
         return result
 
     def _probs(self, values: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from monta_megatron.common.errors import UserError
 from monta_megatron.core import Choice
 from monta_megatron.exchange.count_messages import busiest_over_mean
 from monta_megatron.exchange.launch_order import set_launch_order
-from monta_megatron.integration.arguments import is_monta, refuse, seen_as_alltoall
+from monta_megatron.integration.arguments import check_schedule, is_monta, refuse, seen_as_alltoall
 from monta_megatron.integration.ranks import reports_for_stage
 
 # The MoE layers with our dispatcher.
@@ -48,28 +48,23 @@ def build_with_monta(
         config: its TransformerConfig; the dispatcher keeps it.
 
     Raises:
-        UserError: the 1F1B overlap schedule would treat this layer as stock's, or the dispatcher
-            cannot run here; the latter ends a training with one line and exit status 2.
+        UserError: the dispatcher cannot run here, which ends a training with one line and exit
+            status 2.
     """
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 
     if not is_monta(config):
-        if getattr(config, "overlap_moe_expert_parallel_comm", False):
-            raise UserError(
-                "overlap_moe_expert_parallel_comm: got True, must be False with the dispatcher in "
-                "the layer spec, since Megatron's schedule would free what the experts have saved; "
-                "set moe_token_dispatcher_type to 'monta' instead"
-            )
         # Elsewhere this is done where the configuration is checked.
         set_launch_order()
     named = inspect.signature(construct).bind_partial(layer, config, *args, **kwargs).arguments
     given = kwargs.get("pg_collection", named.get("pg_collection"))
     groups = given or get_default_pg_collection()
-    with seen_as_alltoall(config):
-        construct(layer, config, *args, **kwargs)
     try:
+        check_schedule(config)
+        with seen_as_alltoall(config):
+            construct(layer, config, *args, **kwargs)
         if getattr(config, "moe_monta_overlap_experts", False):
             # Only trainings that ask for it import it.
             from monta_megatron.integration.experts import prepare_layer

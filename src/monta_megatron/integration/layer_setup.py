@@ -1,25 +1,30 @@
 """Set-up of a layer's dispatcher: what lasts for the layer, agreed by its expert group."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from monta_megatron.chains import CHAINS, ChainCounts
 from monta_megatron.chains.chain import num_counted_blocks
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.nodes import node_here
 from monta_megatron.common.ranks import print_once
 from monta_megatron.common.torch_private import is_open
-from monta_megatron.core import Layout
-from monta_megatron.exchange.collectives import PeerGroup, are_open, gather_objects, peer_groups
-from monta_megatron.exchange.count_messages import CountMessages
-from monta_megatron.exchange.kernels import agreed_kernels, is_fused
+from monta_megatron.core import Choice, Layout
+from monta_megatron.exchange.collectives import PeerGroup, are_open, peer_groups, share_with_group
+from monta_megatron.exchange.count_messages import CountMessages, MicroBatchCounts
+from monta_megatron.exchange.exchange import Exchange
+from monta_megatron.exchange.kernels import agreed_kernels, is_fused, kernel_problem
+from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.pipeline import blocks_of_chunks
 from monta_megatron.exchange.streams import device_type
 from monta_megatron.integration.auto import AutoChooser, Chooser, share_chooser, shared_chooser
 from monta_megatron.integration.count_sources import CountsFromRanks
@@ -70,6 +75,44 @@ class LayerSetup:
         )
         return CountsFromRanks(
             count_messages=messages, group=self.groups["tp_ep"], chain_name=self.options.chain
+        )
+
+    def bind(
+        self,
+        choice: Choice,
+        counts: MicroBatchCounts,
+        *,
+        groups: Mapping[str, PeerGroup],
+        prob_dtype: torch.dtype,
+        monitor: Monitor,
+        least_width: int = 0,
+    ) -> tuple[Exchange, ...]:
+        """Bind a choice to the counts of a micro-batch; one exchange, or one per split chunk.
+
+        `groups` are those of `open_groups`; W, of `Exchange`, is at least `least_width`.
+        """
+        chain, num_chunks, width = CHAINS[choice.chain], choice.num_chunks, 0
+        sum_dtype = torch.float32
+        if chain.rows == "permuted tokens":
+            parts: list[ChainCounts] = [counts.permuted_tokens]
+            # Megatron reduces over the expert tensor parallel group in the probabilities' dtype.
+            sum_dtype = torch.promote_types(prob_dtype, torch.float32)
+        else:
+            assert counts.tokens is not None, "counted for chains of tokens"
+            width, parts = max(least_width, counts.max_experts_per_token), [counts.tokens]
+            if choice.splits_experts:
+                blocks = blocks_of_chunks(counts.tokens.tokens.shape[1], num_chunks)
+                parts, num_chunks = [counts.tokens.of_blocks(*each) for each in blocks], 1
+        return tuple(
+            Exchange(
+                bound_chain=chain.bind(self.layout, each, num_chunks),
+                groups=groups,
+                sum_dtype=sum_dtype,
+                monitor=monitor,
+                max_experts_per_token=width,
+                fused=self.is_fused,
+            )
+            for each in parts
         )
 
     def notes(self) -> Iterator[str]:
@@ -127,43 +170,55 @@ def set_up_layer(
         groups, captures: see `LayerSetup`.
 
     Raises:
-        UserError: the chain cannot run on the layout, or the ranks differ; on all ranks.
+        UserError: the chain cannot run on the layout, or the ranks differ.
+        Exception: as `on_every_expert_group`; any of these on all ranks.
     """
-    given, group, device = Options.of(config), groups["tp_ep"], device_type()
+    group, device = groups["tp_ep"], device_type()
+    ranks = dist.get_process_group_ranks(group)
     report = print_once if reports_for_stage(group, pg_collection) else lambda line: None
     # Capacity fixes the counts, and none are exchanged; or the rows are permuted in a CUDA graph.
     permuted_only = captures or config.moe_pad_expert_input_to_capacity
-    if captures and config.moe_router_padding_for_quantization:
-        raise UserError(
-            "moe_router_padding_for_quantization: got True, must be False with CUDA graphs of the "
-            "preprocessing: the number of padded rows is known from the counts alone"
-        )
-
     # Where the nodes are taken from, which all ranks have to know alike.
     named = {"whether MONTA_NODE is set": bool(os.environ.get("MONTA_NODE"))}
 
-    def set_up() -> LayerSetup:
+    def read_here() -> tuple[Any, tuple[dict[str, Any], str, bool]]:
+        """This rank's options and chooser; what it agrees on, its host, if layers share one."""
+        given = Options.of(config)
+        if captures and config.moe_router_padding_for_quantization:
+            raise UserError(
+                "moe_router_padding_for_quantization: got True, must be False with CUDA graphs of "
+                "the preprocessing: the number of padded rows is known from the counts alone"
+            )
+        if given.kernels != "torch":
+            # The first use, which may fail; `agreed_kernels` gathers the answer.
+            kernel_problem(device)
         agreed = agreed_config(given, config, groups, permuted_only) | named
-        hosts, chooser = _agree_in_group(agreed, group)
-        nodes, nodes_note = nodes_of_ranks(given, dist.get_process_group_ranks(group), hosts)
+        chooser = shared_chooser(group, agreed)
+        return (given, chooser), (agreed, node_here(), chooser is not None)
+
+    def set_up() -> tuple[LayerSetup, dict[str, Any]]:
+        (given, chooser), facts = share_with_group(read_here, group)
+        by_rank, hosts, have_chooser = zip(*facts, strict=True)
+        check_same_config(by_rank, ranks)
         kernels, kernels_note = agreed_kernels(given.kernels, device, group)
+        nodes, nodes_note = nodes_of_ranks(given, ranks, hosts)
         options = replace(given, kernels=kernels)
         layout = Layout(
             ep=groups["ep"].size(),
             etp=groups["etp"].size(),
             num_local_experts=num_local_experts,
-            rank=dist.get_group_rank(group, dist.get_rank()),
+            rank=ranks.index(dist.get_rank()),
             nodes=nodes,
         )
         planner = planner_for(options, config, layout, permuted_only)
         if planner.fixed is not None:
-            chooser = Chooser(planner.fixed, agreed, group)
-        elif chooser is None:
-            # A named chain needs no tuner.
+            chooser = Chooser(planner.fixed, by_rank[0], group)
+        elif not all(have_chooser):
+            # A rank may have collected a dropped model. A named chain needs no tuner.
             from monta_megatron.planner.tuning import Tuner
 
             tuner = Tuner(planner=planner, num_steps=options.tune_steps, report=report)
-            chooser = share_chooser(AutoChooser(tuner, permuted_only, agreed, group))
+            chooser = share_chooser(AutoChooser(tuner, permuted_only, by_rank[0], group))
         setup = LayerSetup(
             config=config,
             options=options,
@@ -177,24 +232,7 @@ def set_up_layer(
         for note in (nodes_note, kernels_note, *setup.notes()):
             if note is not None:
                 report(note)
-        return setup
+        # Exchanges of one training measure the same iterations, so their windows have one length.
+        return setup, {"moe_monta_tune_steps": given.tune_steps} | named
 
-    # Exchanges of one training measure the same iterations, so their windows have one length.
-    steps = {"moe_monta_tune_steps": given.tune_steps}
-    return on_every_expert_group(set_up, getattr(pg_collection, "expt_dp", None), steps | named)
-
-
-def _agree_in_group(
-    agreed: dict[str, Any], group: dist.ProcessGroup
-) -> tuple[Sequence[str], Chooser | None]:
-    """Check that all ranks of the expert group share the agreed values; one gather.
-
-    Returns:
-        Each rank's host (or MONTA_NODE), and the chooser that this layer shares; None if a rank has
-        none, for instance because it has collected a dropped model.
-    """
-    chooser, ranks = shared_chooser(group, agreed), dist.get_process_group_ranks(group)
-    facts = gather_objects((agreed, node_here(), chooser is not None), group)
-    by_rank, hosts, have_chooser = zip(*facts, strict=True)
-    check_same_config(by_rank, ranks)
-    return hosts, chooser if all(have_chooser) else None
+    return on_every_expert_group(set_up, group, getattr(pg_collection, "expt_dp", None))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.nodes import consecutive_nodes, number_nodes
-from monta_megatron.exchange.collectives import gather_objects
+from monta_megatron.exchange.collectives import share_with_group
 from monta_megatron.integration.options import Options
 
 
@@ -48,35 +48,29 @@ def check_same_config(by_rank: Sequence[dict[str, Any]], ranks: Sequence[int]) -
 
 
 def on_every_expert_group(
-    set_up: Callable[[], T], replicas: dist.ProcessGroup | None, agreed: dict[str, Any]
+    set_up: Callable[[], tuple[T, dict[str, Any]]],
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup | None,
 ) -> T:
-    """Set up this rank's expert group, or fail together with the stage's others.
-
-    If one failed alone, the ranks of the others would wait for it forever.
+    """Set up this rank's expert group, or fail with all ranks of the stage's groups.
 
     Args:
-        set_up: raises UserError on all ranks of an expert group, or on none.
+        set_up: also returns values that all groups have to share.
+        group: the expert group.
         replicas: the ranks with this rank's position in the stage's groups; None if unknown.
-        agreed: values that all groups have to share.
 
     Raises:
-        UserError: `set_up` failed here or in another group; or the groups differ in `agreed`.
+        UserError: as `share_with_group`, like other exceptions; or the groups differ.
     """
-    result, problem = None, ""
-    try:
-        result = set_up()
-    except UserError as error:
-        problem = str(error)
-    if replicas is not None and dist.get_world_size(replicas) > 1:
-        ranks = dist.get_process_group_ranks(replicas)
-        problems, by_rank = zip(*gather_objects((problem, agreed), replicas), strict=True)
-        for rank, elsewhere in zip(ranks, problems, strict=True):
-            problem = problem or (elsewhere and f"{elsewhere} (in the expert group of rank {rank})")
-        if not problem:
-            check_same_config(by_rank, ranks)
-    if problem:
-        raise UserError(problem)
-    assert result is not None, "set up, or raised"
+
+    def in_group() -> tuple[T, dict[str, Any]]:
+        result, (agreed, *_) = share_with_group(set_up, group)
+        return result, agreed
+
+    if replicas is None:
+        return in_group()[0]
+    result, by_group = share_with_group(in_group, replicas, "in the expert group of rank")
+    check_same_config(by_group, dist.get_process_group_ranks(replicas))
     return result
 
 
