@@ -36,6 +36,8 @@ def test_the_rate_of_curves_is_that_of_the_largest_size() -> None:
     measured = replace(preset("a800_2x8_ib200"), curves=(curve,), network=None)
     assert plan(shape_of(16), measured).rates["inter"] == "2 GB/s (16 Gb/s)"
     rates = [each.rate_of("intra").gbytes_per_s for each in (measured, preset("a100_hdr"))]
+    # Of a rank, where two share an interface.
+    assert preset("a800_4x200_roce").rate_of("inter") == Rate(11.0)
     assert 0.667 < rates[0] / rates[1] < 0.7
 
 
