@@ -146,8 +146,8 @@ def test_slowdowns_from_the_schedule_they_give(first: float, second: float) -> N
             Task(resource=resource, us=us, launch_us=0.0)
             for resource, us in (("inter", first_us), ("memory", second_us))
         ]
-        times = simulate(tasks, lambda *pair: factors.get(pair, 2.0))
-        return excess_of(first_us, second_us, max(each.end_us for each in times))
+        ends_us = simulate(tasks, lambda *pair: factors.get(pair, 2.0))
+        return excess_of(first_us, second_us, max(ends_us))
 
     solved = slowdowns(excess(20.0, 5.0), excess(5.0, 20.0))
     assert solved == pytest.approx((first, second))

@@ -99,7 +99,7 @@ def run_plan(parsed: argparse.Namespace) -> int:
         tell("plan", f"wrote {parsed.out}")
     share = None
     if iteration_ms is not None:
-        share = share_of(iteration_ms, ran, planned.plan.stock_time_us(ran), planned.benefit)
+        share = share_of(iteration_ms, ran, planned.plan.stock_times_us.get(ran), planned.benefit)
     report = PlanReport(planned=planned, share=share, chain=parsed.chain, with_stages=parsed.stages)
     print_report(report, parsed.json)
     return 0

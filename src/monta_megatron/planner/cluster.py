@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from monta_megatron.chains.program import Policy, PricedOperation, Resource
 from monta_megatron.common.errors import UserError
@@ -27,8 +27,6 @@ STANDS_IN: dict[PricedOperation, PricedOperation] = {"allgather": "alltoall", "s
 # A resource is slower by a factor while another is busy: 1 if it is not affected, 2 if it runs at
 # half its rate.
 Contention: TypeAlias = tuple[ResourceName, ResourceName, PositiveFloat]
-# The slow and the fast end of what was published.
-End: TypeAlias = Literal[0, 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +57,19 @@ class Link:
         require(
             (self.rate is None) != (self.curves is None), "rate", self.rate, "or curves be given"
         )
-        if self.range is not None and self.rate is not None:
-            low, high = (rate.gbytes_per_s for rate in self.range)
-            within = low <= self.rate.gbytes_per_s <= high
+        if self.range is not None:
             ends = f"[{self.range[0]}, {self.range[1]}]"
-            require(within, "range", ends, f"hold rate, {self.rate.in_both_units}")
+            low, high = (rate.gbytes_per_s for rate in self.range)
+            within = self.rate is not None and low <= self.rate.gbytes_per_s <= high
+            likely = "which curves have not" if self.rate is None else self.rate.in_both_units
+            require(within, "range", ends, f"hold rate, {likely}")
 
-    def ratio_at(self, end: End) -> float:
-        """An end of the range over the likely rate."""
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Both ends of the range over the likely rate; 1 without a range."""
         if self.range is None or self.rate is None:
-            return 1.0
-        return self.range[end].gbytes_per_s / self.rate.gbytes_per_s
+            return (1.0,)
+        return tuple(end.gbytes_per_s / self.rate.gbytes_per_s for end in self.range)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,8 @@ class Cluster:
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share evenly.
         ranks_per_host: where several hosts make up a node, as in a rack; without it a node is one.
-        memory_gb_per_rank: 1e9 bytes that a rank may use; without it memory is not checked.
+        memory_gb_per_rank: 1e9 bytes that a rank may use; without it memory is not checked. Presets
+            have the size that a GPU is sold with, about 6% less than its driver reports.
         policy: how its ranks run an exchange: "fused" or "streams" on GPUs, by Triton kernels or
             PyTorch's operations; "host" on CPU ranks.
         network: published figures of one network interface.
@@ -174,29 +175,37 @@ class Cluster:
         policy: Policy = "fused" if fused else "streams"
         return self if self.policy == "host" else replace(self, policy=policy)
 
-    def at_end(self, end: End) -> "Cluster":
-        """The cluster at the slow or at the fast end of the published figures."""
-        scaled = self
+    def corners(self) -> list["Cluster"]:
+        """The cluster at every combination of the ends of its published ranges.
+
+        Ranges do not depend on each other: beside a slow network the host may be fast. Three of
+        them have 2 x 2 x 2 corners; without a range this cluster is the only one.
+        """
+        corners = [self]
         for resource, link in self.links.items():
-            scaled = scaled.at_rate(resource, link.ratio_at(end))
-        speed = self.host.speed if self.host.range is None else self.host.range[end]
-        return replace(scaled, host=replace(self.host, speed=speed))
+            corners = [each.at_rate(resource, ratio) for each in corners for ratio in link.ratios]
+        hosts = [replace(self.host, speed=s) for s in self.host.range or (self.host.speed,)]
+        return [replace(each, host=host) for each in corners for host in hosts]
 
     def at_rate(self, resource: Resource, ratio: float) -> "Cluster":
         """The cluster where one resource has `ratio` times its rate, and the same start times."""
         curves = tuple(
             curve.at_rate(ratio) if curve.resource == resource else curve for curve in self.curves
         )
-        scaled, link = replace(self, curves=curves), self.links.get(resource)
-        if link is None:
-            return scaled
-        link = replace(link, rate_ratio=link.rate_ratio * ratio)
-        return replace(scaled, **{NAMES[resource]: link})  # type: ignore[arg-type]
+        changed: dict[str, Any] = {"curves": curves}
+        if (link := self.links.get(resource)) is not None:
+            changed[NAMES[resource]] = replace(link, rate_ratio=link.rate_ratio * ratio)
+        return replace(self, **changed)
 
     @property
     def as_stock(self) -> "Cluster":
-        """The same cluster with the host costs of stock's dispatcher."""
-        return replace(self, host=replace(self.host, counts_us=self.host.stock_counts_us))
+        """The same cluster with the host costs of stock's dispatcher.
+
+        It has no executor. What autograd takes around its operations is not known and left out,
+        which favors stock.
+        """
+        host = replace(self.host, counts_us=self.host.stock_counts_us, pass_us=0.0, stage_us=0.0)
+        return replace(self, host=host)
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -266,19 +275,15 @@ class Cluster:
         """Ranks of the whole cluster."""
         return self.num_nodes * self.ranks_per_node
 
-    @property
-    def memory_bytes_per_rank(self) -> float | None:
-        """Bytes that a rank may use, or None where that is not known."""
-        return None if self.memory_gb_per_rank is None else self.memory_gb_per_rank * 1e9
-
     def rate_of(self, resource: Resource) -> Rate:
-        """The rate of large messages: that of the curve of the most ranks, or of the line."""
+        """The rate of a rank's large messages: of the curve of the most ranks, or of the line."""
         curves = self._curves.get(("copy" if resource == "memory" else "alltoall", resource))
         if curves is not None:
             return curves[max(curves)].rate
         link = self.links[resource]
         assert link.rate is not None, "a link without curves has a rate"
-        return link.rate.times(link.rate_ratio)
+        share = self.nics_per_node / self.ranks_per_node if resource == "inter" else 1.0
+        return link.rate.times(link.rate_ratio * share)
 
     def factor(self, first: Resource, second: Resource) -> float:
         """Factor by which an operation on `first` is slowed while one on `second` runs.
@@ -307,15 +312,15 @@ class Cluster:
                 node in "intra". Of measured sizes the nearest by ratio is taken.
             ranks_on_node: ranks of the group on each node.
         """
-        for named in (operation, STANDS_IN.get(operation, operation)):
-            curves = self._curves.get((named, resource))
-            if curves:
-                size = min(curves, key=lambda size: (abs(math.log(size / group_size)), -size))
-                return curves[size].time_us(num_bytes)
-        if resource == "inter":
-            # Through an interface. A ring crosses once per node, not once per rank on it.
-            num_bytes *= self.ranks_per_node / self.nics_per_node
-            num_bytes /= ranks_on_node if operation == "allgather" else 1
+        curves = self._curves.get((operation, resource))
+        if curves is None:
+            curves = self._curves.get((STANDS_IN.get(operation, operation), resource))
+            if (operation, resource) == ("allgather", "inter"):
+                # A ring crosses once per node, not once per rank on it.
+                num_bytes /= ranks_on_node
+        if curves is not None:
+            size = min(curves, key=lambda size: (abs(math.log(size / group_size)), -size))
+            return curves[size].time_us(num_bytes)
         rate = self.rate_of(resource)
         return self.links[resource].start_us + num_bytes / (rate.gbytes_per_s * 1e3)
 
@@ -341,10 +346,7 @@ class Cluster:
         factors = {(a, b): 2.0 if a == b else 1.0 for a in RESOURCES for b in RESOURCES}
         memory = self.rate_of("memory").gbytes_per_s
         for link in self.resources[:-1]:
-            rate = self.rate_of(link).gbytes_per_s
-            if link == "inter":
-                rate *= self.nics_per_node / self.ranks_per_node
-            left = memory - 2 * rate
+            left = memory - 2 * self.rate_of(link).gbytes_per_s
             factor = min(memory / left, 2.0) if left > 0 else 2.0
             factors[link, "memory"] = factors["memory", link] = factor
         for first, second, factor in self.contention:

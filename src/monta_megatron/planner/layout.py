@@ -172,7 +172,7 @@ def shape_of_layout(
 
 
 def stages_of(model: Model, pp: int) -> list[slice]:
-    """Layers of each pipeline stage: consecutive, as evenly as they can be shared.
+    """Layers of each pipeline stage: consecutive, as many in each but a shorter last one.
 
     Virtual stages and a split that the model's arguments write out are not followed.
     """
@@ -186,7 +186,7 @@ def most_moe_layers(model: Model, pp: int) -> int:
 
 
 # Arguments that split the layers of a model unevenly; the first have a language of their own.
-SPLITS = (
+STAGE_SPLITS = (
     *("pipeline-model-parallel-layout", *HYBRID_PATTERNS),
     *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
     *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
@@ -203,10 +203,11 @@ def uneven_stages(model: Model, pp: int) -> dict[str, int] | None:
         layers would be left for the last stage.
     """
     read = Reader(model.arguments, model.name)
-    if model.num_layers % pp == 0 or any(map(read.value, SPLITS)):
+    if model.num_layers % pp == 0 or any(map(read.value, STAGE_SPLITS)):
         return {}
-    left = model.num_layers - math.ceil(model.num_layers / pp) * (pp - 1)
-    return {"decoder-last-pipeline-num-layers": left} if left > 0 else None
+    stages = stages_of(model, pp)
+    last = model.num_layers - stages[-1].start
+    return {"decoder-last-pipeline-num-layers": last} if len(stages) == pp else None
 
 
 def uniform_routing(model: Model) -> UniformRouting:

@@ -4,15 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from monta_megatron.chains import CHAINS
+from monta_megatron.chains.allgather import ALLGATHER
 from monta_megatron.chains.alltoall import ALLTOALL
 from monta_megatron.chains.program import LINKS, Resource
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import counted, time_text
 from monta_megatron.core import Shape
-from monta_megatron.planner.cluster import Cluster, End
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.price import Price, price
 
 NUM_CHUNKS = (1, 2, 4, 8)
@@ -52,8 +53,8 @@ class Candidate:
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
-        range_us: the least and the most that it may take, by the range of the published rates;
-            None where times were measured, and for all but the choice.
+        range_us: the least and the most over `Cluster.corners`; None where the cluster has no
+            ranges, and for all but the choice.
         rejected: why it was not chosen; None for the choice.
     """
 
@@ -78,8 +79,8 @@ class Benefit:
         chain: the chosen one.
         chosen_us: its time.
         alltoall_us: that of stock.
-        ratio_range: the least and the most of `ratio`, by the ends of what was published; None
-            where times were measured.
+        ratio_range: the least and the most of `ratio` over `Cluster.corners`, each of which prices
+            both; None where the cluster has no ranges.
         num_moe_layers: MoE layers of that stage; None where they are not known.
         num_micro_batches: of an iteration; None where the batch is not known.
     """
@@ -153,8 +154,8 @@ class Plan:
         cluster: name of the cluster whose costs were used.
         stages: the choice, stage by stage.
         candidates: everything considered, the fastest first, what cannot run last.
-        stock_us: time of stock `alltoall`.
-        stock_range_us: likewise, as `range_us`.
+        stock_times_us: see the function of this name.
+        ratio_range: as in `Benefit`.
         rates: of large messages, as text, by resource of the cluster.
         notes: assumptions.
     """
@@ -168,10 +169,15 @@ class Plan:
     range_us: tuple[float, float] | None
     stages: tuple[StageCost, ...]
     candidates: tuple[Candidate, ...]
-    stock_us: float
-    stock_range_us: tuple[float, float] | None
+    stock_times_us: Mapping[str, float]
+    ratio_range: tuple[float, float] | None
     rates: Mapping[str, str]
     notes: tuple[str, ...] = ()
+
+    @property
+    def stock_us(self) -> float:
+        """Time of stock `alltoall`."""
+        return self.stock_times_us["alltoall"]
 
     @property
     def best(self) -> dict[str, Candidate]:
@@ -182,24 +188,14 @@ class Plan:
                 best.setdefault(entry.chain, entry)
         return best
 
-    def stock_time_us(self, dispatcher: str) -> float | None:
-        """Time of a dispatcher of Megatron, by its name; None where it has no price."""
-        if dispatcher == "alltoall":
-            return self.stock_us
-        return self.best[dispatcher].predicted_us if dispatcher in self.best else None
-
     @property
     def benefit(self) -> Benefit:
         """Benefit over stock."""
-        ratios = []
-        if self.stock_range_us is not None and self.range_us is not None:
-            times_us = (self.stock_us, *self.stock_range_us), (self.predicted_us, *self.range_us)
-            ratios = [alltoall_us / us for alltoall_us, us in zip(*times_us, strict=True)]
         return Benefit(
             chain=self.chain,
             chosen_us=self.predicted_us,
             alltoall_us=self.stock_us,
-            ratio_range=(min(ratios), max(ratios)) if ratios else None,
+            ratio_range=self.ratio_range,
         )
 
 
@@ -283,15 +279,15 @@ def select_chain(
     if not prices:
         why = "; ".join(f"{name}: {reason}" for name, reason in incompatible.items())
         raise UserError(f"chains: none can run: {why}")
-    prices.sort(key=lambda each: each.rank)
+    prices.sort(key=lambda each: each.sort_key)
     # The plainest of those that do the same, in the same time, comes first.
     unlike: dict[tuple[float, float], Price] = {}
     for each in prices:
         unlike.setdefault((each.total_us, each.peak_bytes), each)
     rivals = list(unlike.values())
-    near = (each for each in rivals if each.rank[0] <= rivals[0].rank[0] * (1 + MARGIN))
+    near = (each for each in rivals if each.sort_key[0] <= rivals[0].sort_key[0] * (1 + MARGIN))
     return Selection(
-        price=min(near, key=lambda each: each.rank[1:]),
+        price=min(near, key=lambda each: each.sort_key[1:]),
         prices=prices,
         rivals=rivals,
         incompatible=incompatible,
@@ -316,26 +312,26 @@ def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
         UserError: no chain can run.
     """
     selection = select_chain(shape, cluster, **settings)
-    as_stock = cluster.as_stock
-    chosen, stock = selection.price, price(shape, as_stock, ALLTOALL, 1)
-
-    def range_us(of: Price, on: Cluster) -> tuple[float, float] | None:
-        """The time at both ends of what was published, the less first."""
-        ends = [on.at_end(end) for end in get_args(End)]
-        if ends[0] == ends[1]:
-            return None
-        low_us, high_us = sorted(
-            price(shape, end, of.chain, of.num_chunks).total_us for end in ends
+    chosen, stock_us = selection.price, stock_times_us(shape, cluster)
+    range_us = ratio_range = None
+    corners = cluster.corners()
+    if len(corners) > 1:
+        pairs = [(chosen.total_us, stock_us["alltoall"])]
+        pairs += (
+            (
+                price(shape, corner, chosen.chain, chosen.num_chunks).total_us,
+                price(shape, corner.as_stock, ALLTOALL, 1).total_us,
+            )
+            for corner in corners
         )
-        return low_us, high_us
-
-    chosen_range_us = range_us(chosen, cluster)
+        times_us, ratios = [us for us, _ in pairs], [alltoall_us / us for us, alltoall_us in pairs]
+        range_us, ratio_range = (min(times_us), max(times_us)), (min(ratios), max(ratios))
     candidates = [
         Candidate(
             chain=each.chain.name,
             num_chunks=each.num_chunks,
             predicted_us=each.total_us,
-            range_us=chosen_range_us if each is chosen else None,
+            range_us=range_us if each is chosen else None,
             inter_bytes=each.sent_bytes("inter"),
             intra_bytes=each.sent_bytes("intra"),
             peak_bytes=each.peak_bytes,
@@ -354,13 +350,29 @@ def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
         reason=selection.reason,
         shape=shape,
         cluster=cluster.name,
-        range_us=chosen_range_us,
+        range_us=range_us,
         stages=stage_costs(chosen),
         candidates=tuple(candidates),
-        stock_us=stock.total_us,
-        stock_range_us=range_us(stock, as_stock),
+        stock_times_us=stock_us,
+        ratio_range=ratio_range,
         rates={each: cluster.rate_of(each).in_both_units for each in cluster.resources},
     )
+
+
+def stock_times_us(shape: Shape, cluster: Cluster) -> dict[str, float]:
+    """Time of the dispatchers of Megatron that have a price, by name.
+
+    `allgather` gathers all rows, or reduce-scatters them, in each of its four passes; in combine
+    and its backward pass in the dtype of the probabilities. Each is taken to cost what the
+    collective and the copy in the dispatch of our chain do, by its bytes.
+    """
+    as_stock = cluster.as_stock
+    works = price(shape, as_stock, ALLGATHER, 1, "forward").works
+    gather_us = sum(w.alone_us for w in works if w.in_chain and w.pass_name == "dispatch")
+    return {
+        "alltoall": price(shape, as_stock, ALLTOALL, 1).total_us,
+        "allgather": 2 * gather_us * (1 + shape.prob_bytes / shape.value_bytes),
+    }
 
 
 def stage_costs(of: Price) -> tuple[StageCost, ...]:

@@ -34,7 +34,6 @@ from monta_megatron.planner.curves import RESOURCE_NAMES
 from monta_megatron.planner.layout import priced_ranks
 from monta_megatron.planner.schedule import Task, simulate
 from monta_megatron.planner.traffic import (
-    COUNT_EXCHANGE,
     FIND_PASSES,
     PassTraffic,
     StageTraffic,
@@ -44,8 +43,6 @@ from monta_megatron.planner.traffic import (
 
 # Host work of a pass besides its stages.
 AROUND_STAGES = "around the stages"
-# Kinds of work before a program that bring the counts.
-COUNTING = ("count", "alltoall")
 # Of fp32, in which copies of a row are summed at least.
 LEAST_SUM_BYTES = 4
 
@@ -104,8 +101,8 @@ class Price:
         return Choice(chain=self.chain.name, num_chunks=self.num_chunks)
 
     @property
-    def rank(self) -> tuple[float, bool, int, int]:
-        """Sort key: the fastest first, of equal ones the plainest. Hosts differ in the last bit."""
+    def sort_key(self) -> tuple[float, bool, int, int]:
+        """The fastest first, of equal ones the plainest. Hosts differ in the last bit."""
         of_chain = self.chain.name != "alltoall", len(self.chain.stages), self.num_chunks
         return round(self.total_us, 1), *of_chain
 
@@ -149,13 +146,13 @@ def price(
         chain=chain,
         num_chunks=num_chunks,
         works=tuple(works),
-        total_us=max(times.end_us for times in simulate(tasks, cluster.factor)),
+        total_us=max(simulate(tasks, cluster.factor)),
         num_represented=tuple(number for _, number in priced_ranks(shape.layout, shape.routing)),
         peak_bytes=peak,
     )
 
 
-# The same for every cluster with such nodes, as for both ends of published figures.
+# The same for every cluster with such nodes, as at all corners of published ranges.
 @lru_cache(maxsize=64)
 def _expected(
     shape: Shape, chain: Chain, num_chunks: int, phase: Phase, policy: Policy
@@ -292,13 +289,13 @@ def _add_pass(
 
     # Step 1: before the program. The host launches all of it, then waits for the counts alone.
     add_around(on_the_host(host.pass_us))
-    counted: tuple[int, ...] = ()
-    for stage in traffic.before:
-        if stage.kind in COUNTING:
-            counted = (len(tasks),)
+    for stage in traffic.counting:
         add_around(_work_of(stage, program, cluster))
-    if pass_.ids:
-        add_around(on_the_host(host.counts_us), counted)
+    counted = (len(tasks) - 1,)
+    for stage in traffic.before:
+        add_around(_work_of(stage, program, cluster))
+    if traffic.counting:
+        add_around(on_the_host(host.counts_to_host_us + host.counts_us), counted)
 
     # Step 2: the program.
     begin, offset, first_work = open_ends(), len(tasks), len(works)
@@ -343,8 +340,6 @@ def _work_of(
         num_peers = max((moved.group_size for moved in stage.moved.values()), default=1) - 1
         launch_us += host.collective_us + host.collective_peer_us * num_peers
     launch_us *= len(stage.message_bytes)
-    if stage.stage == COUNT_EXCHANGE:
-        launch_us += host.counts_to_host_us
     if num_chunks is not None and stage.kind not in FIND_PASSES:
         # Finding copies and making them is one stage to the host.
         launch_us += host.stage_us

@@ -73,7 +73,8 @@ def training_memory(
         layout: how the ranks are grouped.
         tokens: of a rank in a micro-batch.
     """
-    available_bytes = cluster.memory_bytes_per_rank
+    gbytes = cluster.memory_gb_per_rank
+    available_bytes = None if gbytes is None else gbytes * 1e9
     if model.layer_parameters is None:
         return TrainingMemory(needed_bytes=None, available_bytes=available_bytes)
     held, sharded = (4 + 4, 2 * 4) if model.value_bytes == 4 else (2 + 4, 3 * 4)

@@ -47,15 +47,7 @@ class Task(NamedTuple):
     copies_at_launch: bool = False
 
 
-class Times(NamedTuple):
-    """When one task was launched, started and ended, in us."""
-
-    launched_us: float
-    start_us: float
-    end_us: float
-
-
-def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
+def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[float, ...]:
     """Run tasks.
 
     Args:
@@ -63,7 +55,7 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
         factor: how much an operation on one resource is slowed by one on another.
 
     Returns:
-        The times of each task.
+        When each task ended, in us.
     """
     # Index of a resource: memory first, the host last, which nothing slows and which slows nothing.
     resources: list[Resource] = ["memory"]
@@ -80,8 +72,7 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
         for before in task.after:
             followers[before].append(number)
     now_us = 0.0
-    launched_us: list[float] = []
-    starts_us: dict[int, float] = {}
+    num_launched = 0
     ends_us: dict[int, float] = {}
     # What runs -> the time left if it ran alone: a task, or ~number for its launch.
     left_us: dict[int, float] = {}
@@ -107,17 +98,16 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
 
     def start(number: int) -> None:
         """Start a task that is launched, if all that it comes after has ended."""
-        if waits_for[number] == 0 and number < len(launched_us):
-            starts_us[number] = now_us
+        if waits_for[number] == 0 and number < num_launched:
             run(number, tasks[number].us)
 
     def launch() -> None:
         """Launch the next task, unless the host is busy or waits for something."""
-        number = len(launched_us)
-        if number == len(tasks) or ~number in left_us:
+        if num_launched == len(tasks) or ~num_launched in left_us:
             return
-        if all(before in ends_us for before in tasks[number].launch_after):
-            run(~number, tasks[number].launch_us)
+        task = tasks[num_launched]
+        if all(before in ends_us for before in task.launch_after):
+            run(~num_launched, task.launch_us)
 
     launch()
     while left_us:
@@ -138,7 +128,7 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
         del left_us[ended]
         running[resource_of(ended)] -= 1
         if ended < 0:
-            launched_us.append(now_us)
+            num_launched += 1
             start(~ended)
         else:
             ends_us[ended] = now_us
@@ -147,7 +137,4 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[Times, ...]:
                 start(number)
         launch()
     assert len(ends_us) == len(tasks), "the pipeline is stuck"
-    return tuple(
-        Times(launched_us[number], starts_us[number], ends_us[number])
-        for number in range(len(tasks))
-    )
+    return tuple(ends_us[number] for number in range(len(tasks)))

@@ -73,6 +73,18 @@ HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
     "permute": HostOperations(rows=1, ids=5),
     "unpermute": HostOperations(rows=2),
 }
+# As `HOST_OPERATIONS`: one launch for the rows and their lists, and the allocations of its output.
+FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
+    **HOST_OPERATIONS,
+    "find_lists": HostOperations(ids=3),
+    "find_copies": HostOperations(ids=3),
+    "duplicate": HostOperations(rows=1, once=1),
+    "to_experts": HostOperations(rows=1, ids=2),
+    "reduce": HostOperations(rows=1),
+    "reduce_ranks": HostOperations(rows=1),
+    "count": HostOperations(ids=10),
+    "lists": HostOperations(ids=3),
+}
 
 
 def num_host_operations(
@@ -104,21 +116,6 @@ def num_host_operations(
     )
 
 
-# As `HOST_OPERATIONS`: one launch for the rows and their lists, and the allocations of its output.
-FUSED_HOST_OPERATIONS: Mapping[Kind | Around, HostOperations] = {
-    **HOST_OPERATIONS,
-    "find_lists": HostOperations(ids=3),
-    "find_copies": HostOperations(ids=3),
-    "duplicate": HostOperations(rows=1, once=1),
-    "to_experts": HostOperations(rows=1, ids=2),
-    "reduce": HostOperations(rows=1),
-    "reduce_ranks": HostOperations(rows=1),
-    "count": HostOperations(ids=10),
-    "lists": HostOperations(ids=3),
-}
-
-
-COUNT_EXCHANGE = "exchange of counts"
 SUMS = ("reduce", "reduce_ranks")
 # About how many times finding copies sorts and scans expert ids, as int64 (exchange/rows.py);
 # twice as many if the copies keep their share of them.
@@ -188,11 +185,13 @@ class PassTraffic:
     """One pass.
 
     Attributes:
-        before: works before the program, one after the other.
+        counting: works of a dispatch that bring the counts, for which the host waits.
+        before: works before the program, one after the other, likewise after the former.
         pipeline: the program, a series of operations after the other.
         after: works after it, one after the other.
     """
 
+    counting: tuple[StageTraffic, ...]
     before: tuple[StageTraffic, ...]
     pipeline: tuple[StageTraffic, ...]
     after: tuple[StageTraffic, ...]
@@ -217,7 +216,7 @@ def pass_traffic(
     permutes = programs[0].bound.chain.rows == "permuted tokens"
     rows = np.array([[program.bound.num_source_rows] for program in programs])  # [S, 1]
     tokens = np.full(rows.shape, num_tokens)
-    before, after = [], []
+    counting, before, after = [], [], []
     if pass_.ids:
         size_of_map = layouts[0].num_experts * tokens
         counted, listed = COUNT_MAP_BYTES * size_of_map, LIST_MAP_BYTES * size_of_map
@@ -225,9 +224,9 @@ def pass_traffic(
             # Ids are written; probabilities are read and written.
             id_bytes = (ID_BYTES + 2 * row.prob_bytes) * programs[0].max_experts_per_token
             counted, listed = size_of_map, size_of_map + id_bytes * tokens
-        before.append(_in_memory("count", "count", counted))
+        counting.append(_in_memory("count", "count", counted))
         if len(layouts[0].nodes) > 1:
-            before.append(_count_exchange(layouts, COUNT_BYTES * num_exchanged_counts))
+            counting.append(_count_exchange(layouts, COUNT_BYTES * num_exchanged_counts))
         if not permutes:
             before.append(_in_memory("expert ids", "lists", listed))
     hidden_bytes = row.hidden_size * row.value_bytes
@@ -237,7 +236,9 @@ def pass_traffic(
     elif permutes:
         before.append(_in_memory("permute", "permute", 2 * hidden_bytes * rows))
     pipeline = tuple(_series_traffic(programs, series) for series in programs[0].program.series)
-    return PassTraffic(before=tuple(before), pipeline=pipeline, after=tuple(after))
+    return PassTraffic(
+        counting=tuple(counting), before=tuple(before), pipeline=pipeline, after=tuple(after)
+    )
 
 
 def _count_exchange(layouts: Sequence[Layout], message_bytes: int) -> StageTraffic:
@@ -245,7 +246,7 @@ def _count_exchange(layouts: Sequence[Layout], message_bytes: int) -> StageTraff
     resource: Resource = "inter" if "tp_ep" in layouts[0].crossing_groups else "intra"
     messages = np.full((len(layouts), 2, 1, len(layouts[0].nodes)), message_bytes)
     return StageTraffic(
-        stage=COUNT_EXCHANGE,
+        stage="exchange of counts",
         kind="alltoall",
         operation="alltoall",
         resource=resource,

@@ -63,6 +63,8 @@ def test_what_stands_in_for_an_operation_without_a_curve() -> None:
     gathers = cluster(CURVE, replace(CURVE, operation="copy", resource="memory", group_size=1))
     assert gathers.time_us("sum", "memory", 10_000) == pytest.approx(40)
     assert gathers.time_us("allgather", "inter", 10_000, 2) == pytest.approx(40)
+    # A ring crosses once per node, an AllToAll once per rank: 4 ranks of a node share 40,000 bytes.
+    assert gathers.time_us("allgather", "inter", 40_000, 8, 4) == pytest.approx(40)
     # No curve at all: the line, 1 us + 10,000 bytes at 10 GB/s.
     assert gathers.time_us("alltoall", "intra", 10_000, 4) == pytest.approx(2)
 

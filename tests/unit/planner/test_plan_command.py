@@ -53,10 +53,11 @@ def test_the_benefit_by_hand(monta: Monta) -> None:
     benefit, us = planned["benefit"], planned["predicted_us"]
     # 94 layers in 4 stages: one has 24; 512 sequences of 16 data parallel ranks.
     assert (benefit["num_moe_layers"], benefit["num_micro_batches"]) == (24, 32)
-    # Stock binds no chain, part of which the permutation hides; hosts are 1.25 times as fast.
+    # Stock binds no chain and has no executor, part of which the device's work hides; hosts are
+    # 1.25 times as fast.
     ours_us = {each["chain"]: each["predicted_us"] for each in planned["candidates"]}["alltoall"]
     stock_us = planned["stock_us"]
-    assert ours_us - (471 - 30) / 1.25 <= stock_us < ours_us
+    assert ours_us - (471 - 30 + 4 * 39) / 1.25 <= stock_us < ours_us
     assert benefit["ratio"] == pytest.approx(stock_us / us)
     assert benefit["saved_us"] == pytest.approx(stock_us - us)
     assert benefit["saved_s_per_iteration"] == pytest.approx(benefit["saved_us"] * 24 * 32 / 1e6)

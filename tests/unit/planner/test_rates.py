@@ -1,18 +1,22 @@
 """Rates: written with their unit, shown in every plan, with their published range."""
 
 from dataclasses import replace
+from itertools import product
 
 import golden
+import pytest
 import yaml
 from clusters import CONFIGS, GOLDEN, INSTANT, link, preset, shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monta_megatron.chains import CHAINS
 from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import dump_cluster, load_cluster
 from monta_megatron.planner.curves import Curve, Rate
 from monta_megatron.planner.plan import plan
+from monta_megatron.planner.price import price
 
 
 def test_bits_and_bytes() -> None:
@@ -32,22 +36,38 @@ def test_the_rate_of_curves_is_that_of_the_largest_size() -> None:
     measured = replace(preset("a800_2x8_ib200"), curves=(curve,), network=None)
     assert plan(shape_of(16), measured).rates["inter"] == "2 GB/s (16 Gb/s)"
     rates = [each.rate_of("intra").gbytes_per_s for each in (measured, preset("a100_hdr"))]
+    # Of a rank, where two share an interface.
+    assert preset("a800_4x200_roce").rate_of("inter") == Rate(11.0)
     assert 0.667 < rates[0] / rates[1] < 0.7
 
 
 def test_a_price_has_the_range_of_the_published_rates() -> None:
     cluster = preset("h100_8x_ndr")
-    slow, fast = (cluster.at_end(end) for end in (0, 1))
+    ends = product((46.0, 49.0), (2475.0, 2959.0), (0.5, 1.9))
     assert [
-        (each.rate_of("inter"), each.rate_of("memory"), each.host.speed) for each in (slow, fast)
-    ] == [(Rate(46.0), Rate(2475.0), 0.5), (Rate(49.0), Rate(2959.0), 1.9)]
-    assert slow.rate_of("intra") == fast.rate_of("intra") == cluster.rate_of("intra")
-    # Measured figures have none.
-    measured = replace(cluster, network=link(47.0), memory=link(2475.0), host=INSTANT)
-    assert measured.at_end(0) == measured.at_end(1)
+        (*(each.rate_of(link).gbytes_per_s for link in ("inter", "memory")), each.host.speed)
+        for each in cluster.corners()
+    ] == [pytest.approx(corner) for corner in ends]
+    assert {each.rate_of("intra") for each in cluster.corners()} == {cluster.rate_of("intra")}
     found = plan(shape_of(16), cluster)
     (range_us,) = (each.range_us for each in found.candidates if each.range_us)
     assert range_us == found.range_us and range_us[0] <= found.predicted_us <= range_us[1]
+    # Measured figures have none.
+    measured = replace(cluster, network=link(47.0), memory=link(2475.0), host=INSTANT)
+    assert measured.corners() == [measured]
+    assert plan(shape_of(16), measured).benefit.ratio_range is None
+
+
+def test_a_ratio_has_the_range_of_all_corners() -> None:
+    """A slow network on a fast host gains most: it is no end of the times."""
+    cluster = preset("h800_8x_ndr")
+    found = plan(shape_of(16), cluster)
+    chain, ratios = CHAINS[found.chain], []
+    for corner in cluster.corners():
+        stock, ours = (corner.as_stock, CHAINS["alltoall"], 1), (corner, chain, found.num_chunks)
+        ratios.append(price(shape_of(16), *stock).total_us / price(shape_of(16), *ours).total_us)
+    assert found.benefit.ratio_range == (min(ratios), max(ratios))
+    assert max(ratios[0], ratios[-1]) < max(ratios)
 
 
 def test_presets_are_short_and_written_as_they_are_read() -> None:

@@ -86,7 +86,7 @@ def test_copies_by_hand(case: dict[str, Any]) -> None:
     traffic = traffic_of(shape, case["chain"], case["num_chunks"], pass_)
     num_bytes = {
         stage.stage: stage.moved["memory"].num_bytes.sum()
-        for stage in (*traffic.before, *traffic.pipeline, *traffic.after)
+        for stage in (*traffic.counting, *traffic.before, *traffic.pipeline, *traffic.after)
         if stage.resource == "memory"
     }
     assert list(num_bytes) == case.get("stages", list(num_bytes))
