@@ -47,7 +47,7 @@ class Layout:
         """Number of nodes that the ranks of the exchange lie on."""
         return len(set(self.nodes))
 
-    @property
+    @cached_property
     def ranks_per_node(self) -> int:
         """Ranks of the exchange on each node, if they are spread evenly."""
         return len(self.nodes) // self.num_nodes

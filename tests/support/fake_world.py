@@ -104,8 +104,10 @@ def joined_counts(count_messages: CountMessages, maps: Sequence[torch.Tensor]) -
     layout = count_messages.layout
     counted = [count_messages.count(each) for each in maps]
     received = [counted[rank % len(maps)][0][layout.rank] for rank in range(len(layout.nodes))]
-    _, sent = counted[layout.rank % len(maps)]
-    return count_messages.join(torch.stack(received), sent)
+    _, joined_J = counted[layout.rank % len(maps)]
+    messages = torch.stack(received).flatten()
+    joined_J[: len(messages)] = messages
+    return joined_J
 
 
 def bound_exchange(

@@ -168,6 +168,9 @@ def layer_on_device(
     made.monitor = device.recorder.monitor
     made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")
     with sizes_of_permutation(), device:
+        with device.recorder.muted():
+            # A layer makes the index of its messages once.
+            made._counts.count_messages.count(torch.empty_like(routed, device="cuda"))
         yield made, routed, device
 
 

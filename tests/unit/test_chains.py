@@ -12,7 +12,7 @@ from monta_megatron.chains.lower import lower, pipeline_offsets
 from monta_megatron.chains.program import COMBINE, Policy, RowFormat
 from monta_megatron.chains.stage_operations import ranks_per_sum
 from monta_megatron.chains.stages import Segments
-from monta_megatron.chains.token_stages import expert_order
+from monta_megatron.chains.token_stages import arrival, expert_order
 from monta_megatron.core import Layout
 
 CHAIN = CHAINS["alltoall_allgather"]
@@ -155,7 +155,7 @@ def test_the_parts_of_an_expert_are_added_first_as_in_stock() -> None:
 def test_an_expert_takes_each_source_in_turn() -> None:
     """Two experts, two sources, two chunks."""
     # [C, L, S] pairs, as a chunk brings them: by expert, then by source.
-    lengths, starts = expert_order(np.array([[[2, 1], [1, 0]], [[1, 1], [0, 3]]]), np.array([0, 1]))
+    lengths, starts = expert_order(np.array([[[2, 1], [1, 0]], [[1, 1], [0, 3]]]), arrival(2, 1))
     assert lengths.tolist() == [[2, 1, 1, 0], [1, 1, 0, 3]]
     # 0-2 and 3-4 are the first expert's, of sources 0 and 1; 5 and 6-8 the second one's.
     assert starts.tolist() == [[0, 3, 5, 6], [2, 4, 6, 6]]

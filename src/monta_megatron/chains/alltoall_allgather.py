@@ -20,8 +20,6 @@ expert of a rank and up for the second: 1 of a, 3 of b, 1 of c, 2 of d. Chunk 1 
 A2A sends [4, 3] rows, then [2, 0].
 """
 
-import numpy as np
-
 from monta_megatron.chains.chain import Chain, ChainCounts, Counts, split, starts_of
 from monta_megatron.chains.stages import (
     AllGather,
@@ -50,7 +48,7 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     sent_bounds, received_bounds = (
         split(rows, num_chunks) for rows in (counts.sent, counts.received)
     )
-    sent_CDL, received_CGDL = (np.diff(of, axis=0) for of in (sent_bounds, received_bounds))
+    sent_CDL, received_CGDL = (of[1:] - of[:-1] for of in (sent_bounds, received_bounds))
 
     # Step 2: scatter map of the source side: one run of every expert's rows.
     def source_runs() -> tuple[RowCounts, RowCounts]:
@@ -75,11 +73,12 @@ def bind_stages(layout: Layout, counts: ChainCounts, num_chunks: int) -> tuple[B
     # Step 4: rows of each stage.
     arrived_CD = received_CGDL[:, etp_rank].sum(axis=2)
     gathered_CG = received_CGDL.sum(axis=(2, 3))
-    source_rows_C1 = sent_CDL.sum(axis=(1, 2))[:, None]
-    expert_rows_C1 = gathered_CG.sum(axis=1)[:, None]
+    sent_CD = sent_CDL.sum(axis=2)
+    source_rows_C1 = sent_CD.sum(axis=1, keepdims=True)
+    expert_rows_C1 = gathered_CG.sum(axis=1, keepdims=True)
     return (
         BoundStage(stage=PACK, send=source_rows_C1, receive=source_rows_C1, segments=packed),
-        BoundStage(stage=EP_ALLTOALL, send=sent_CDL.sum(axis=2), receive=arrived_CD),
+        BoundStage(stage=EP_ALLTOALL, send=sent_CD, receive=arrived_CD),
         bind_gather(GATHER, gathered_CG, etp_rank),
         BoundStage(stage=ORDER, send=expert_rows_C1, receive=expert_rows_C1, segments=ordered),
     )

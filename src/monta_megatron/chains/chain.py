@@ -46,7 +46,7 @@ def split(rows: RowCounts, num_chunks: int) -> RowCounts:
     """
     halves = 2 * num_chunks - 1
     steps = 2 * np.arange(num_chunks + 1).reshape(-1, *[1] * rows.ndim)
-    if np.issubdtype(rows.dtype, np.floating):
+    if rows.dtype.kind == "f":
         return np.minimum(steps * rows / halves, rows)
     remainders = np.arange(num_chunks - 1, num_chunks - 1 + rows.shape[-1]) % halves
     return np.minimum((steps * rows + remainders) // halves, rows)
@@ -70,7 +70,7 @@ def first_blocks(num_blocks: int, num_chunks: int) -> NDArray[np.int64]:
 def starts_of(lengths: RowCounts) -> RowCounts:
     """First row of each run, laid end to end: the exclusive prefix sum of `lengths`, flat."""
     flat = lengths.ravel()
-    return (np.cumsum(flat) - flat).reshape(lengths.shape)
+    return (flat.cumsum() - flat).reshape(lengths.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +86,6 @@ class Counts:
 
     sent: RowCounts
     received: RowCounts
-
-    def num_source_rows(self, rank: int) -> float:
-        """Rows of this rank on the source side; an integer at run time."""
-        return self.sent.sum().item()
 
     def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
         """[L] rows on the expert side."""
@@ -121,10 +117,6 @@ class TokenCounts:
     sent_to_nodes: RowCounts | None = None
     for_node: RowCounts | None = None
     for_node_ranks: RowCounts | None = None
-
-    def num_source_rows(self, rank: int) -> float:
-        """Tokens of a rank; an integer at run time."""
-        return self.tokens[rank].sum().item()
 
     def rows_per_local_expert(self, stages: Sequence[BoundStage]) -> RowCounts:
         """[L] rows on the expert side, which the last stage but one copies; see `Chain`."""
@@ -224,14 +216,12 @@ class Chain:
                 f"num_chunks: got {num_chunks}, must be at most the number of token blocks, "
                 f"{counts.tokens.shape[1]}"
             )
-        stages = self.bind_stages(layout, counts, num_chunks)
         return BoundChain(
             chain=self,
             layout=layout,
+            counts=counts,
             num_chunks=num_chunks,
-            stages=stages,
-            num_source_rows=counts.num_source_rows(layout.rank),
-            rows_per_local_expert=counts.rows_per_local_expert(stages),
+            stages=self.bind_stages(layout, counts, num_chunks),
         )
 
 
@@ -242,23 +232,31 @@ class BoundChain:
     Attributes:
         chain: the chain that was bound.
         layout: the rank's place.
+        counts: that it was bound to.
         num_chunks: C.
         stages: one entry per stage of the chain, in its order.
-        num_source_rows: rows of the whole tensor on the source side; an integer at run time.
-        rows_per_local_expert: [L] rows on the expert side, by the layer's local expert.
     """
 
     chain: Chain
     layout: Layout
+    counts: ChainCounts
     num_chunks: int
     stages: tuple[BoundStage, ...]
-    num_source_rows: float
-    rows_per_local_expert: RowCounts
+
+    @property
+    def num_source_rows(self) -> float:
+        """Rows of the whole tensor on the source side; an integer at run time."""
+        return sum(self.rows_at[0])
 
     @property
     def num_expert_rows(self) -> float:
         """Rows of the whole tensor on the experts' side."""
-        return self.rows_per_local_expert.sum().item()
+        return sum(self.rows_at[-1])
+
+    @cached_property
+    def rows_per_local_expert(self) -> RowCounts:
+        """[L] rows on the expert side, by the layer's local expert."""
+        return self.counts.rows_per_local_expert(self.stages)
 
     @cached_property
     def rows_by_boundary(self) -> RowCounts:

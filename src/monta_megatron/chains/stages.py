@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
 from monta_megatron.core import GroupName
@@ -70,7 +69,8 @@ class AllGather:
 Stage: TypeAlias = Permute | Duplicate | AllToAll | AllGather
 
 
-@dataclass(frozen=True, kw_only=True)
+# Segments and bound stages are made for each micro-batch: frozen ones take three times as long.
+@dataclass(kw_only=True, eq=False)
 class Segments:
     """Run-length-encoded scatter map: row of a chunk -> row of the tensor.
 
@@ -96,12 +96,11 @@ class Segments:
     @cached_property
     def slices(self) -> list[slice]:
         """[C] rows of the tensor for chunks that are one run each."""
-        lengths, starts = self.runs
-        return list(map(slice, starts[:, 0].tolist(), (starts + lengths)[:, 0].tolist()))
+        lengths, starts = (of[:, 0].tolist() for of in self.runs)
+        return [slice(start, start + n) for start, n in zip(starts, lengths, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
+class Parts(NamedTuple):
     """The parts that a bound `Duplicate` copies for: equal, consecutive ranges of experts.
 
     Attributes:
@@ -134,7 +133,7 @@ class StageShape(NamedTuple):
     group_size: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class BoundStage:
     """A stage with this rank's row counts in the forward direction.
 
@@ -187,5 +186,5 @@ def _over_peers(rows: RowCounts) -> RowCounts:
 
 def bind_gather(stage: AllGather, received_CP: RowCounts, position: int) -> BoundStage:
     """Bind an AllGather to the rows of each rank; this rank is at `position` in the group."""
-    sent_CP = np.broadcast_to(received_CP[:, position, None], received_CP.shape)
+    sent_CP = received_CP[:, position, None].repeat(received_CP.shape[1], axis=1)
     return BoundStage(stage=stage, send=sent_CP, receive=received_CP)

@@ -32,6 +32,8 @@ ORDER = Permute(name="order")
 
 def by_chunk(blocks: RowCounts, num_chunks: int, axis: int) -> RowCounts:
     """Sum the blocks of each chunk: [..., B, ...] -> [..., C, ...] along `axis`."""
+    if blocks.shape[axis] == num_chunks:
+        return blocks
     starts_C = first_blocks(blocks.shape[axis], num_chunks)
     return np.add.reduceat(blocks, starts_C, axis=axis)
 
@@ -69,10 +71,12 @@ class Arrival(NamedTuple):
     Attributes:
         sources: [S] source ranks in the order of their tokens.
         stock_order: [S] indices into `sources`, in stock's order: by ETP rank, then EP rank.
+        from_stock: [S] the inverse: indices into `stock_order`, in the order of `sources`.
     """
 
     sources: NDArray[np.int64]
     stock_order: NDArray[np.int64]
+    from_stock: NDArray[np.int64]
 
 
 @cache
@@ -84,25 +88,24 @@ def arrival(num_sources: int, etp: int, ranks_per_node: int = 1) -> Arrival:
     sources = np.arange(num_sources).reshape(-1, ranks_per_node).T.ravel()
     # Ranks are numbered with ETP fastest.
     ep_ranks, etp_ranks = np.divmod(sources, etp)
-    return Arrival(sources, np.lexsort((ep_ranks, etp_ranks)))
+    stock_order = np.lexsort((ep_ranks, etp_ranks))
+    return Arrival(sources, stock_order, np.argsort(stock_order))
 
 
-def expert_order(
-    runs_CLS: RowCounts, source_order_S: NDArray[np.int64]
-) -> tuple[RowCounts, RowCounts]:
+def expert_order(runs_CLS: RowCounts, order: Arrival) -> tuple[RowCounts, RowCounts]:
     """Scatter map of each chunk's rows into stock's order on the expert side.
 
     Args:
         runs_CLS: rows of each chunk in its own order: by expert, then by source.
-        source_order_S: indices of the sources in stock's order, (ETP rank, EP rank).
+        order: of the sources.
 
     Returns:
         Lengths and starts, [C, L * S], of runs whose order in the tensor is (expert, source in
         stock's order, chunk).
     """
     # [C, L, S] -> [L, S in stock's order, C], laid end to end, and back
-    starts_CLS = starts_of(runs_CLS[..., source_order_S].transpose(1, 2, 0)).transpose(2, 0, 1)
-    starts_CLS = starts_CLS[..., np.argsort(source_order_S)]
+    stock_LSC = runs_CLS.take(order.stock_order, axis=2).transpose(1, 2, 0)
+    starts_CLS = starts_of(stock_LSC).transpose(2, 0, 1).take(order.from_stock, axis=2)
     return runs_CLS.reshape(len(runs_CLS), -1), starts_CLS.reshape(len(runs_CLS), -1)
 
 
@@ -125,8 +128,7 @@ def bind_experts(
 
     def find_runs() -> tuple[RowCounts, RowCounts]:
         # [S, C, L] -> [S in order of arrival, C, L] -> [C, L, S], the order of a chunk's copies
-        runs_CLS = pairs_SCL[order.sources].transpose(1, 2, 0)
-        return expert_order(runs_CLS, order.stock_order)
+        return expert_order(pairs_SCL.take(order.sources, axis=0).transpose(1, 2, 0), order)
 
     return (
         BoundStage(stage=TO_EXPERTS, send=rows_C1, receive=copies_CL, parts=experts),

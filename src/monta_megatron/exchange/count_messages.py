@@ -6,7 +6,7 @@ columns), and copies what it has received to the host, once.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TypeVar
 
@@ -30,6 +30,16 @@ T = TypeVar("T", int, NDArray[np.int64])
 def block_size(num_tokens: T, num_blocks: int) -> T:
     """Tokens of a full block: full blocks come first, then the remainder, then empty ones."""
     return -(-num_tokens // num_blocks)
+
+
+# Ranks have the same numbers of tokens in most micro-batches.
+@lru_cache(maxsize=128)
+def tokens_by_block(num_tokens: tuple[int, ...], num_blocks: int) -> NDArray[np.int64]:
+    """[S, B] tokens of every rank by token block; see `block_size`."""
+    tokens_S1 = np.array(num_tokens)[:, None]
+    firsts_SB1 = block_size(tokens_S1, num_blocks) * np.arange(num_blocks + 1)
+    bounds_SB1 = np.minimum(firsts_SB1, tokens_S1)
+    return bounds_SB1[:, 1:] - bounds_SB1[:, :-1]
 
 
 def count_routing(
@@ -136,7 +146,7 @@ class CountMessages:
 
     def count(
         self, routing_map_TE: torch.Tensor, tag: int = 0, received_rows: int = 0
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Count tokens on the device of the map, without a sync.
 
         Args:
@@ -145,70 +155,75 @@ class CountMessages:
             received_rows: rows received by this rank's experts in the last exchange.
 
         Returns:
-            The message to each rank, [S, B, X] int32, and this rank's own counts by the names of
-            `num_counted`: [B, E] pairs, [B, P] tokens.
+            The message to each rank, [S, B, X] int32, and the tensor that `read` takes, [J] int32:
+            room for the received messages, and behind it this rank's own header and counts.
         """
-        num_tokens, device, layout = len(routing_map_TE), routing_map_TE.device, self.layout
+        num_tokens, device = len(routing_map_TE), routing_map_TE.device
         assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens: int32 cannot count them"
-        num_parts, count = self.num_parts, count_routing
+        count = count_routing
         if is_fused(self.kernels, device.type):
             from monta_megatron.exchange.kernels.routing import count_routing as count
-        sent = count(routing_map_TE, self.num_blocks, num_parts, self.by_block)
+        counts = count(routing_map_TE, self.num_blocks, self.num_parts, self.by_block)
         # The header, see `chains.chain`: 64 bits make two columns of int32, the low half first.
         counted, of_tag = (
             torch.full((1,), value, dtype=torch.int64, device=device).view(torch.int32)
             for value in (received_rows << 32 | num_tokens, tag)
         )
         # A placeholder where no chain's rows are tokens: nobody reads the column then.
-        most_experts = sent.pop("most experts", counted[:1])
+        header = counted, counts.get("most experts", counted[:1]), of_tag
+        if device not in self._sent:
+            self._sent[device] = self._find_sent(device)
+        sent_SBX = self._sent[device]
+        joined_J = counted.new_empty(sent_SBX.numel() + self._num_own)
+        own = joined_J[sent_SBX.numel() :]
+        torch.cat([*header, *(counts[name].flatten() for name in self.num_counted)], out=own)
+        return own.take(sent_SBX), joined_J
 
+    @cached_property
+    def _sent(self) -> dict[torch.device, torch.Tensor]:
+        """[S, B, X] by device: where each integer of the messages lies in the header and counts."""
+        return {}
+
+    def _find_sent(self, device: torch.device) -> torch.Tensor:
+        own, num_ranks = torch.arange(self._num_own, device=device), len(self.layout.nodes)
+        _, own_places = self._sections
+        sections = [own[own_places["header"]].expand(num_ranks, self.num_blocks, -1)]
         # All ranks of a node, or of an EP rank, get the same message.
-        num_nodes = layout.num_nodes if "node" in num_parts else 1
-        num_groups = {"node": num_nodes, "rank": num_nodes} if "node" in num_parts else {}
-        num_ranks = len(layout.nodes)
-        # [nodes, ranks of a node, B, columns]
-        shape = num_nodes, num_ranks // num_nodes, self.num_blocks, -1
-        sections = [column.expand(shape) for column in (counted, most_experts, of_tag)]
+        of_node = ("node", "rank") if "node" in self.num_parts else ()
         for name in self.num_counted:
-            groups = num_groups.get(name, layout.ep)
-            # [B, groups * columns] -> [groups, 1, B, columns] -> [groups, ranks, B, columns]
-            by_group = sent[name].unflatten(1, (groups, -1)).transpose(0, 1).unsqueeze(1)
-            by_rank = by_group.expand(-1, num_ranks // groups, -1, -1)
-            sections.append(by_rank.reshape(shape))
-        return torch.cat(sections, dim=3).flatten(0, 1), sent
-
-    def join(self, received_SBX: torch.Tensor, sent: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The received messages and this rank's own counts as one tensor: [J] int32."""
-        return torch.cat(
-            [received_SBX.flatten(), *(sent[name].flatten() for name in self.num_counted)]
-        )
+            groups = self.layout.num_nodes if name in of_node else self.layout.ep
+            # [B * groups * columns] -> [groups, B, columns] -> [S, B, columns]
+            by_group = own[own_places[name]].view(self.num_blocks, groups, -1).transpose(0, 1)
+            sections.append(by_group.repeat_interleave(num_ranks // groups, dim=0))
+        return torch.cat(sections, dim=2)
 
     def read(self, joined_J: NDArray[np.int32]) -> MicroBatchCounts:
-        """Read the tensor of `join` on the host."""
+        """Read the received messages and this rank's own counts on the host; see `count`."""
         layout, num_ranks = self.layout, len(self.layout.nodes)
-        num_sent = self.num_blocks * sum(self.num_counted.values())
-        received_SBX = joined_J[:-num_sent].reshape(num_ranks, self.num_blocks, -1)
+        received_SBX = joined_J[: -self._num_own].reshape(num_ranks, self.num_blocks, -1)
         # Sums over ranks may take more bits than the counts of one.
         # Blocks come first in memory, because a chain sums those of each chunk.
         by_block_BSX = np.ascontiguousarray(received_SBX.swapaxes(0, 1), dtype=np.int64)
-        messages_SBX, sent = by_block_BSX.swapaxes(0, 1), joined_J[-num_sent:].astype(np.int64)
+        messages_SBX = by_block_BSX.swapaxes(0, 1)
+        own = joined_J[-self._num_own :].astype(np.int64)
         # All blocks have the same header, whose last two columns are the tag.
         num_tokens_S, received_rows_S, most_experts_S = by_block_BSX[0, :, : HEADER_SIZE - 2].T
         tags_S = received_SBX[:, 0, HEADER_SIZE - 2 : HEADER_SIZE].copy().view(np.int64)[:, 0]
 
         def count_permuted_tokens() -> Counts:
-            columns, lengths = self._sections
+            columns, own_places = self._sections
             # [S, L] -> [D, G, L] -> [G, D, L]
             pairs_SL = messages_SBX[:, :, columns["experts"]].sum(axis=1)
+            sent_BE = own[own_places["experts"]].reshape(self.num_blocks, -1)
             return Counts(
-                # [B * E] -> [B, D, L] -> [D, L]
-                sent=sent[lengths["experts"]].reshape(self.num_blocks, layout.ep, -1).sum(axis=0),
+                # [B, E] -> [E] -> [D, L]
+                sent=sent_BE.sum(axis=0).reshape(layout.ep, -1),
                 received=pairs_SL.reshape(layout.ep, layout.etp, -1).transpose(1, 0, 2),
             )
 
         return MicroBatchCounts(
             count_permuted_tokens=count_permuted_tokens,
-            tokens=self._token_counts(num_tokens_S, messages_SBX, sent) if self.by_block else None,
+            tokens=self._token_counts(num_tokens_S, messages_SBX, own) if self.by_block else None,
             num_tokens=num_tokens_S,
             max_experts_per_token=max(int(most_experts_S.max()), 1) if self.by_block else 0,
             received_rows=received_rows_S,
@@ -217,18 +232,21 @@ class CountMessages:
 
     @cached_property
     def _sections(self) -> tuple[dict[str, slice], dict[str, slice]]:
-        """Columns of each section in a message, and its slice of this rank's own counts."""
+        """Columns of each section in a message, and its place in this rank's header and counts."""
         lengths = {name: self.num_blocks * size for name, size in self.num_counted.items()}
-        return _slices(message_columns(self.chains, self.layout)), _slices(lengths)
+        own_lengths = {"header": HEADER_SIZE, **lengths}
+        return _slices(message_columns(self.chains, self.layout)), _slices(own_lengths)
+
+    @cached_property
+    def _num_own(self) -> int:
+        """Integers of this rank's header and counts."""
+        return HEADER_SIZE + self.num_blocks * sum(self.num_counted.values())
 
     def _token_counts(
-        self, tokens_S: NDArray[np.int64], messages_SBX: NDArray[np.int64], sent: NDArray[np.int64]
+        self, tokens_S: NDArray[np.int64], messages_SBX: NDArray[np.int64], own: NDArray[np.int64]
     ) -> TokenCounts:
         """Counts by block: tokens of each rank, all messages, and this rank's own counts."""
-        columns, lengths = self._sections
-        # [S] -> [S, B]: full blocks, then the remainder, then empty ones.
-        block_S1 = block_size(tokens_S[:, None], self.num_blocks)
-        left_SB = tokens_S[:, None] - np.arange(self.num_blocks) * block_S1
+        columns, own_places = self._sections
         counts: dict[str, NDArray[np.int64]] = {
             name: messages_SBX[:, :, columns[name].start]
             for name in ("for_node", "for_rank")
@@ -237,11 +255,10 @@ class CountMessages:
         if "for_node_ranks" in columns:
             counts["for_node_ranks"] = to_each_SBP = messages_SBX[:, :, columns["for_node_ranks"]]
             counts["for_rank"] = to_each_SBP[:, :, self.layout.position]
-        for part in ("node", "rank"):
-            if part in lengths:
-                counts[f"sent_to_{part}s"] = sent[lengths[part]].reshape(self.num_blocks, -1)
+        for part in self.num_parts:
+            counts[f"sent_to_{part}s"] = own[own_places[part]].reshape(self.num_blocks, -1)
         return TokenCounts(
-            tokens=np.minimum(np.maximum(left_SB, 0), block_S1),
+            tokens=tokens_by_block(tuple(tokens_S.tolist()), self.num_blocks),
             experts=messages_SBX[:, :, columns["experts"]],
             **counts,
         )

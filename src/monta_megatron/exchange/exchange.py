@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 
 import numpy as np
 import torch
 
-from monta_megatron.chains.chain import BoundChain
+from monta_megatron.chains.chain import BoundChain, starts_of
 from monta_megatron.chains.stages import RowCounts
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.monitor import Monitor
@@ -17,9 +18,9 @@ from monta_megatron.exchange.rows import Copies
 class Indices:
     """Copies and row indices of all stages, in one allocation.
 
-    It is allocated on the stream that calls the first pass, and is split into views per chunk
-    lazily, mostly while the first collective is in flight. Copies are written by the find
-    operations of dispatch, row indices by `of_rows` at its first call for a stage.
+    It is allocated on the stream that calls the first pass, and is split into views stage by stage,
+    mostly while the first collective is in flight. Copies are written by the find operations of
+    dispatch, row indices by `of_rows` at its first call for a stage.
 
     Attributes:
         memory: [any number] int64; None before the first pass, or if no stage needs any.
@@ -37,9 +38,8 @@ class Indices:
                 self._sizes[position] = sum(of_one) + bound.num_chunks - 1
             elif stage.segments is not None and not stage.segments.is_slice:
                 self._sizes[position] = int(sum(before))
-        self._copies: dict[tuple[int, int], Copies] = {}
-        # Integers handed out to the chunks of each stage so far, by its position.
-        self._ends: dict[int, int] = {}
+        # Of each stage, by its position and the chunk.
+        self._copies: dict[int, list[Copies]] = {}
         self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
         self.memory: torch.Tensor | None = None
 
@@ -52,18 +52,14 @@ class Indices:
 
     def copies(self, position: int, chunk: int) -> Copies:
         """Copies of a chunk by the `Duplicate` at `position`; written in dispatch."""
-        key = position, chunk
-        if key not in self._copies:
-            bound = self._bound
-            parts = bound.stages[position].parts
+        if position not in self._copies:
+            parts, rows_at = self._bound.stages[position].parts, self._bound.rows_at
             assert parts is not None, f"nothing is copied at {position}"
-            before, after = bound.rows_at[position : position + 2]
-            sizes = Copies.sizes(int(before[chunk]), int(after[chunk]), parts)
-            end = self._ends.get(position, 0) + sum(sizes)
-            piece = self._pieces[position][end - sum(sizes) : end]
-            self._ends[position] = end
-            self._copies[key] = Copies(*piece.split_with_sizes(sizes))
-        return self._copies[key]
+            chunks = zip(rows_at[position], rows_at[position + 1], strict=True)
+            sizes = [Copies.sizes(int(before), int(after), parts) for before, after in chunks]
+            pieces = iter(self._pieces[position].split_with_sizes(list(chain(*sizes))))
+            self._copies[position] = [Copies(*islice(pieces, len(each))) for each in sizes]
+        return self._copies[position][chunk]
 
     def of_rows(self, position: int) -> tuple[torch.Tensor, ...]:
         """[C][N] row indices of the chunks by the `Permute` at `position`."""
@@ -82,10 +78,9 @@ def _expand_runs(
     [C, R] runs -> per chunk [N]: starts[c, 0], starts[c, 0] + 1, ..., starts[c, 1], ...
     """
     device, total = into_N.device, len(into_N)
-    lengths = lengths_CR.ravel()
     # Index of a row: its run's start, plus its offset in the run.
-    shifts = starts_CR.ravel() - (np.cumsum(lengths) - lengths)
-    runs = torch.from_numpy(np.stack([shifts, lengths]))
+    shifts_CR = starts_CR - starts_of(lengths_CR)
+    runs = torch.from_numpy(np.array([shifts_CR.ravel(), lengths_CR.ravel()]))
     if device.type == "cuda":
         # torch reuses pinned memory once the copy is complete.
         runs = runs.pin_memory().to(device, non_blocking=True)

@@ -47,11 +47,11 @@ class CountsFromRanks:
         Returns:
             The counts [J] int32 on the map's device.
         """
-        messages, sent = self.count_messages.count(routing_map_TE, tag, received_rows)
-        received = torch.empty_like(messages)
+        messages, counts_J = self.count_messages.count(routing_map_TE, tag, received_rows)
+        received = counts_J[: messages.numel()].view_as(messages)
         with naming_failure(self._name, self.group):
             dist.all_to_all_single(received, messages, group=self.group)
-        return self.count_messages.join(received, sent)
+        return counts_J
 
     def copy_to_host(self, counts_J: torch.Tensor, side_stream: torch.cuda.Stream) -> ReadCounts:
         """Start to copy the result of `collect` to the host; no other tensor is copied."""
