@@ -303,13 +303,20 @@ def _passes(num_chunks: int, alone: PeerGroup, device: torch.device, fused: bool
         kernels="fused" if fused else "torch",
     )
     routing_map_TE = torch.eye(2, dtype=torch.bool, device=device).repeat(num_tokens // 2, 1)
-    received = messages.join(*messages.count(routing_map_TE)).cpu().numpy()
+
+    def count() -> torch.Tensor:
+        # The one message of a rank alone is the one that it receives.
+        message_SBX, joined_J = messages.count(routing_map_TE)
+        joined_J[: message_SBX.numel()].copy_(message_SBX.flatten())
+        return joined_J
+
+    counted_J = count().cpu().numpy()
     rows, probs = torch.ones(num_tokens, 1, device=device), torch.ones(num_tokens, device=device)
 
     def start() -> Callable[[], object]:
-        messages.join(*messages.count(routing_map_TE))
+        count()
         # From the copy made above: the host is not to wait for the device.
-        counts = messages.read(received).permuted_tokens
+        counts = messages.read(counted_J).permuted_tokens
         exchange = Exchange(
             bound_chain=chain.bind(layout, counts, num_chunks),
             groups=dict.fromkeys(chain.groups, alone),
