@@ -418,8 +418,10 @@ def _written_and_read(
     return written, read
 
 
-def times_in_one_queue(queue: list[Entry]) -> dict[Entry, tuple[float, float]]:
-    """When each entry starts and ends if all streams share one launch queue, in order.
+def times_in_one_queue(
+    queue: list[Entry], of_stream: bool = False
+) -> dict[Entry, tuple[float, float]]:
+    """When each entry starts and ends if all streams, or each, share one launch queue, in order.
 
     That is CUDA_DEVICE_MAX_CONNECTIONS=1: an entry that has to wait, for its stream or as a wait,
     blocks everything behind it. What has started runs on beside the others; recording an event
@@ -430,7 +432,9 @@ def times_in_one_queue(queue: list[Entry]) -> dict[Entry, tuple[float, float]]:
     head = 0.0
     for entry in queue:
         before = (last_on.get(entry.stream), entry.target)
-        head = max([head, *(times[one][1] for one in before if one is not None)])
+        head = max(
+            [0.0 if of_stream else head, *(times[one][1] for one in before if one is not None)]
+        )
         times[entry] = (head, head + DURATIONS[entry.kind])
         last_on[entry.stream] = entry
     return times

@@ -452,6 +452,18 @@ def test_collectives_take_turns_unless_nccl_keeps_their_order(
     if not pipelined:
         with pytest.raises(AssertionError, match="no overlap"):
             assert_overlap(recorder, 3)
+        # Copies go on beside them.
+        times = times_in_one_queue(recorder.queue, of_stream=True)
+        copies = [times[entry] for entry in recorder.queue if entry.kind == "kernel"]
+        for stage, chunk in {of[2:] for of in order_of(recorder)}:
+            spans = [
+                times[entry]
+                for entry, of in zip(recorder.collectives(), order_of(recorder), strict=True)
+                if of[2:] == (stage, chunk)
+            ]
+            assert any(
+                start < end and begin < stop for begin, end in spans for start, stop in copies
+            )
 
 
 def test_one_queue_hand_worked() -> None:

@@ -20,6 +20,7 @@ from monta_megatron.core import GroupName, Layout
 from monta_megatron.exchange import collectives
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.kernels import agreed_kernels
+from monta_megatron.exchange.launch_order import communicators_overlap
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCE_NAMES, Curve
@@ -130,6 +131,9 @@ def calibrate(
 
     # Step 3: host work, pairs, and all sizes again for as long as the budget lasts.
     pairs = tasks.choose_pairs({point: timer.samples[point][0].us for point in points})
+    overlap = communicators_overlap()
+    if not overlap:
+        pairs = [pair for pair in pairs if pair.second.resource == "memory"]
     progress.phase("more runs, by seconds", round(budget_s))
     runs = timer.run_rounds([tasks.PASSES, tasks.CHUNKED_PASSES, *pairs, *points], progress)
 
@@ -152,6 +156,8 @@ def calibrate(
         curves=fit_curves(points, timer.samples, policy, host),
         contention=fit_contention(timer.excesses),
     )
+    if not overlap:
+        cluster = cluster.with_links_in_turn()
     ctas = {group.name: text for group in groups.values() if (text := ctas_of(group))}
     return Calibration(cluster=cluster, runs=runs, ctas=ctas)
 

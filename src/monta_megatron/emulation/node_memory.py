@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Lock
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -68,6 +68,9 @@ class _Message(NamedTuple):
 _RECORD = struct.Struct("6q")
 # Thousands of records, far more than a rank sends before it waits for one.
 _PIPE_BYTES = 1 << 18
+# A block is free once all readers say so. Processors other than x86 may move that store before the
+# reads; not across a lock.
+_FENCE = Lock()
 
 
 class _Blocks:
@@ -281,7 +284,8 @@ class Receipt:
             )
         data = self.process.address + message.offset + _HEADER_BYTES
         ctypes.memmove(self.tensor.data_ptr(), data, message.num_bytes)
-        self.process.memory[message.offset + message.reader] = 0
+        with _FENCE:
+            self.process.memory[message.offset + message.reader] = 0
         return True
 
     def is_completed(self) -> bool:

@@ -58,20 +58,30 @@ def is_kept_by_nccl() -> bool:
     return found is not None and found[0] >= LEAST_NCCL and os.environ.get(VARIABLE) == "1"
 
 
+@cache
+def communicators_overlap() -> bool:
+    """Whether collectives of several groups run at once here; on CPU ranks they do."""
+    return not _has_gpu() or (is_kept_by_nccl() and is_useful()[0])
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return versions() is not None or torch.accelerator.is_available()
+
+
 def set_launch_order() -> None:
     """Set the variable to 1 where that is useful and the user has not set it.
 
     NCCL reads it once, so this is called before the first process group is made. The first rank
-    prints a line for the user, unless the user's 1 is in force or there are no GPUs.
+    prints a line for the user, unless the user's 1 does what it should or there are no GPUs.
     """
-    import torch
     import torch.distributed as dist
 
     value = os.environ.get(VARIABLE)
-    has_gpu = versions() is not None or torch.accelerator.is_available()
-    if not has_gpu or (value == "1" and is_kept_by_nccl()):
-        return
     useful, by = is_useful()
+    if not _has_gpu() or (value == "1" and useful):
+        return
     held = f"{VARIABLE} is {value or 'not set'}, {by}"
     note = f"collectives of different groups do not overlap: {held}"
     if useful and value is None and not dist.is_initialized():

@@ -1,6 +1,6 @@
 """Streams, events and the lifetime of buffers: who waits for whom.
 
-The host waits once per micro-batch, for its counts (`integration.dispatcher.sync_point_of`), and
+The host waits once per micro-batch, for its counts (`integration.dispatcher.waits_to_enter`), and
 enqueues everything else. On a device a pass waits in four ways:
 
     fork         the side streams wait for all that the caller's stream has been given
@@ -178,10 +178,13 @@ class CudaStreams(Streams):
     ) -> None:
         errors.device_time_limit().add(execution, operation, works)
         if not is_kept_by_nccl():
-            # An event behind it, as works would hold their tensors beyond the pass.
-            for work in works:
-                work.wait()
-            CudaStreams._latest = self._current.record_event()
+            # An event behind it, as works would hold their tensors beyond the pass; on a stream of
+            # no stage, whose next copy is not to wait.
+            order = _side_streams(self._device, self._caller, len(self._streams) + 1)[-1]
+            with torch.cuda.stream(order):
+                for work in works:
+                    work.wait()
+                CudaStreams._latest = order.record_event()
 
     def keep(self, memory: torch.Tensor) -> None:
         memory.record_stream(self._caller)

@@ -115,7 +115,7 @@ class FirstUse:
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
                 for difference in self._differences():
                     self._raise_on_any_rank(difference)
-        except (ExchangeError, SelfCheckError):
+        except (ExchangeError, SelfCheckError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             problem = f"the round trip failed: {type(error).__name__}: {error}"

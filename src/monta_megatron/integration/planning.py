@@ -16,6 +16,7 @@ from monta_megatron.common.text import counted
 from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange.collectives import nccl_settings
 from monta_megatron.exchange.kernels import is_fused
+from monta_megatron.exchange.launch_order import communicators_overlap
 from monta_megatron.exchange.streams import device_type, gpu_name
 from monta_megatron.integration.options import OPTION_NAMES, Options
 from monta_megatron.planner.choose import Planner
@@ -70,6 +71,10 @@ def planner_for(
             f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
             "of the cluster, not of the calibration"
         )
+    # Prices depend on both, so all ranks must have the same; results do not.
+    cluster = cluster.with_kernels(is_fused(options.kernels, device_type()))
+    if not communicators_overlap():
+        cluster = cluster.with_links_in_turn()
     chains = tuple(
         each
         for each in CHAINS.values()
@@ -81,8 +86,7 @@ def planner_for(
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
         splits_experts=splits_experts and any(each.rows == "tokens" for each in chains),
         shape=shape_of(config, layout),
-        # Prices depend on the kernels, so all ranks must have the same; results do not.
-        cluster=cluster.with_kernels(is_fused(options.kernels, device_type())),
+        cluster=cluster,
     )
 
 
@@ -141,6 +145,7 @@ def agreed_config(
         # Costs are too long for a message. Without a cluster file they follow from the GPU.
         "GPU": gpu_name() if is_priced and cluster is None else None,
         "hash of the costs": hash_of({"costs": repr(cluster)}) if is_priced else None,
+        "whether communicators overlap": communicators_overlap() if is_priced else None,
         "permuted_only": permuted_only,
         **{name: str(getattr(config, name, None)) for name in AGREED_FIELDS},
         **{

@@ -175,6 +175,11 @@ class Cluster:
         policy: Policy = "fused" if fused else "streams"
         return self if self.policy == "host" else replace(self, policy=policy)
 
+    def with_links_in_turn(self) -> "Cluster":
+        """These costs where collectives of network and node link never run at once."""
+        rows: tuple[Contention, ...] = ("network", "node_link", 2.0), ("node_link", "network", 2.0)
+        return replace(self, contention=self.contention + rows)
+
     def corners(self) -> list["Cluster"]:
         """The cluster at every combination of the ends of its published ranges.
 

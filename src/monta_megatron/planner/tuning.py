@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
+from statistics import median
 from typing import NamedTuple
 
 from monta_megatron.common.text import counted
@@ -34,7 +35,7 @@ from monta_megatron.planner.choose import STOCK, Planner, half_octave
 ROUNDS = 3
 # All ranks know the time of step n at the first training counts of step n + TIME_LAG.
 TIME_LAG = 2
-# Iterations within 1% count as equal.
+# Iterations within 1% count as equal, or within what those of one candidate differ by (median).
 EQUAL = 1.01
 # Iterations in a row that take so many times what the winner's trials took are worth a line.
 SLOWER, NUM_SLOWER = 1.3, 20
@@ -133,12 +134,14 @@ class TuningWindow:
             warm.add(trial.candidate)
         frequency = Counter(trial.workload for trial in timed)
         self.workload = max(frequency, key=lambda each: (frequency[each], each), default=None)
-        least = dict[Choice, int]()
+        times: dict[Choice, list[int]] = {}
         for trial in timed:
             if trial.workload == self.workload and trial.us:
-                least[trial.candidate] = min(trial.us, least.get(trial.candidate, trial.us))
-        self.measured_us = least
-        near = [each for each in least if least[each] <= EQUAL * min(least.values())]
+                times.setdefault(trial.candidate, []).append(trial.us)
+        self.measured_us = least = {each: min(of) for each, of in times.items()}
+        spreads = [max(of) / min(of) for of in times.values() if len(of) > 1]
+        equal = max(EQUAL, median(spreads or [EQUAL]))
+        near = [each for each in least if least[each] <= equal * min(least.values())]
         self.best = min(
             near, key=lambda each: (round(self.candidates[each], 1), each), default=None
         )
