@@ -25,26 +25,6 @@ def bench(ranks: ForkedRanks, arguments: str, *script: str) -> tuple[dict[str, A
     return json.loads(result.stdout), result.stderr
 
 
-def test_experts_in_the_pipeline_are_rows_of_the_layer(ranks: ForkedRanks) -> None:
-    flags = "--num-chunks 1,2 --chains alltoall,hierarchical_alltoall,auto --phase forward_backward"
-    report, _ = bench(ranks, f"{SMALL} {flags} --layer --overlap-experts --expert-ms 20")
-    rows = {
-        (row["scope"], row["chain"], row["num_chunks"], row["experts_pipelined"]): row
-        for row in report["rows"]
-        if not row["chosen"]
-    }
-    assert [key for key in rows if key[3]] == [("layer", "hierarchical_alltoall", 2, True)]
-    split, whole = (rows["layer", "hierarchical_alltoall", 2, flag] for flag in (True, False))
-    # The same bytes, and the timer's 20 ms in each direction.
-    for name in ("inter_bytes", "intra_bytes"):
-        assert split[name] == whole[name] > 0
-    assert min(split["median_ms"], whole["median_ms"]) > 0.8 * 40
-    # Auto may split them.
-    autos = [(row["scope"], row["experts_pipelined"]) for row in report["rows"] if row["chosen"]]
-    assert autos[:2] == [("exchange", None), ("layer", False)]
-    assert autos[2:] in ([("layer", False)], [("layer", True)])
-
-
 def test_report_holds_every_chain_and_field(ranks: ForkedRanks) -> None:
     report, _ = bench(ranks, f"{SMALL} --num-chunks 1,3 --layer --phase forward,forward_backward")
     meta, rows = report["meta"], report["rows"]

@@ -114,15 +114,11 @@ def test_settings_have_defaults() -> None:
     assert settings.chains[0] == "alltoall" and settings.chains[-1] == "auto"
 
 
-def test_choices_with_the_experts_inside_or_not() -> None:
+def test_choices() -> None:
     settings = parse_settings({**BASE, "chains": "alltoall,alltoall_dedup,auto"}, 4)
-    alone, inside = (
-        [choice and choice.name for choice in settings.choices(splits_experts)]
-        for splits_experts in (False, True)
-    )
+    names = [choice and choice.name for choice in settings.choices]
     dedup = "alltoall_dedup in 1 chunk", "alltoall_dedup in 4 chunks"
-    assert alone == ["alltoall in 1 chunk", *dedup, None]
-    assert inside == ["alltoall_dedup in 4 chunks with their experts", None]
+    assert names == ["alltoall in 1 chunk", *dedup, None]
 
 
 def test_table_of_the_largest_figures_fits_a_terminal() -> None:

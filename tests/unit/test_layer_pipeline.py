@@ -10,7 +10,7 @@ from fake_world import bound_exchange, chunks_of
 from monta_megatron.chains import CHAINS, TokenCounts
 from monta_megatron.core import Layout
 from monta_megatron.exchange.exchange import Exchange
-from monta_megatron.exchange.pipeline import pipelined_steps, run_pipeline
+from monta_megatron.exchange.pipeline import run_pipeline
 from monta_megatron.exchange.rows import expert_ids_of
 
 NUM_EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 16, 40
@@ -112,37 +112,6 @@ def test_rounding_is_that_of_the_experts(dtype: torch.dtype, num_chunks: int) ->
     for name in TENSORS[:3]:
         assert error(split, name) <= 1.05 * error(whole, name), name
     assert error(split, "weight") <= (2 * num_chunks - 1) ** 0.5 * error(whole, "weight")
-
-
-# Experts beside the host are waited for when the next chunk's are under way; without them
-# `test_pipeline_streams.py` shows the order on each chain.
-IN_BACKGROUND = """
-    start first 0
-    start first 1 | end first 0 | start experts 0
-    start first 2 | end first 1 | start experts 1 | end experts 0 | start second 0
-    end first 2   | start experts 2 | end experts 1 | start second 1 | end second 0
-    end experts 2 | start second 2 | end second 1
-    end second 2
-"""
-
-
-def test_order_of_steps() -> None:
-    lines = IN_BACKGROUND.strip().split("\n")
-    expected = [step.strip() for line in lines for step in line.split("|")]
-    found = pipelined_steps(3, in_background=True)
-    assert [f"{step} {chunk}" for step, chunk in found] == expected
-
-
-def test_experts_beside_the_host_trail_by_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[int] = []
-
-    def wait(self: Gated, outputs: torch.Tensor) -> torch.Tensor:
-        waited.append(len(self.numbers_of_rows))
-        return outputs
-
-    monkeypatch.setattr(Gated, "wait", wait, raising=False)
-    run(3)
-    assert waited == [2, 3, 3]
 
 
 @pytest.mark.parametrize("has_graph", [True, False])

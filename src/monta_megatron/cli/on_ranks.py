@@ -142,11 +142,6 @@ def add_bench_arguments(parser: Parser) -> None:
         default = "" if flag.default is None else f" (default: {flag.default})"
         parser.add_argument(f"--{name}", help=flag.help + default)
     parser.add_argument("--layer", action="store_true", help="time the layer with its experts too")
-    parser.add_argument(
-        "--overlap-experts",
-        action="store_true",
-        help="with --layer: time it with the experts inside the pipeline too",
-    )
 
 
 def check_bench(parsed: argparse.Namespace, world_size: int) -> None:

@@ -47,12 +47,9 @@ from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import Execution, contiguous
 
-STEPS = "start first", "end first", "start experts", "end experts", "start second", "end second"
-
 Tensors: TypeAlias = Sequence[torch.Tensor]
 
 # (rows [N, H], rows of each local expert, the rows' probabilities [N]) -> their outputs [N, H].
-# Experts that compute beside the host have a method `wait`: outputs -> outputs, once complete.
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -78,7 +75,7 @@ def run_pipeline(
     Raises:
         ExchangeError: a collective failed or timed out.
     """
-    pipeline, wait = _Pipeline(chunks), getattr(experts, "wait", None)
+    pipeline = _Pipeline(chunks)
     # It requires a gradient, so backward runs all passes even if the rows do not.
     token = rows_TH.new_empty(0, requires_grad=True)
 
@@ -89,40 +86,22 @@ def run_pipeline(
 
     give = partial(pipeline.give, DISPATCH_BACKWARD)
     node(partial(pipeline.take, DISPATCH, ids_TW), give, rows_TH, probs_TW)
-    inputs: dict[int, list[torch.Tensor]] = {}
-    outputs: dict[int, torch.Tensor] = {}
-    for step, chunk in pipelined_steps(len(chunks), in_background=wait is not None):
+    # Three parts of each chunk, as above; each comes a step after the one before.
+    for part, chunk in order_of_issue((0, 1, 2), len(chunks)):
         start, end = partial(pipeline.start, chunk), partial(pipeline.end, chunk)
-        if step == "start first":
+        if part == 0:
             node(partial(start, DISPATCH), partial(end, DISPATCH_BACKWARD))
-        elif step == "end first":
-            inputs[chunk] = node(partial(end, DISPATCH), partial(start, DISPATCH_BACKWARD))
-        elif step == "start experts":
-            rows_NH, probs_N = inputs.pop(chunk)
-            outputs[chunk] = experts(rows_NH, pipeline.tokens_per_expert(chunk), probs_N)
+        elif part == 1:
+            rows_NH, probs_N = node(partial(end, DISPATCH), partial(start, DISPATCH_BACKWARD))
+            outputs_NH = experts(rows_NH, pipeline.tokens_per_expert(chunk), probs_N)
             del rows_NH, probs_N
-        elif step == "end experts" and wait is not None:
-            outputs[chunk] = wait(outputs[chunk])
-        elif step == "start second":
-            end_in_backward = partial(end, COMBINE_BACKWARD)
-            node(partial(start, COMBINE), end_in_backward, outputs.pop(chunk))
-        elif step == "end second":
+            node(partial(start, COMBINE), partial(end, COMBINE_BACKWARD), outputs_NH)
+            del outputs_NH
+        else:
             node(partial(end, COMBINE), partial(start, COMBINE_BACKWARD))
     take = partial(pipeline.take, COMBINE_BACKWARD, None)
     (result_TH,) = node(partial(pipeline.give, COMBINE), take)
     return result_TH
-
-
-def pipelined_steps(num_chunks: int, in_background: bool = False) -> list[tuple[str, int]]:
-    """(step, chunk) in the order of issue; backward mirrors it.
-
-    Args:
-        num_chunks: C.
-        in_background: the experts compute asynchronously to the host, which would block on them if
-            it continued with the same chunk.
-    """
-    offsets = (0, 1, 1, 2, 2, 3) if in_background else (0, 1, 1, 1, 1, 2)
-    return [(STEPS[at], chunk) for at, chunk in order_of_issue(offsets, num_chunks)]
 
 
 def blocks_of_chunks(num_blocks: int, num_chunks: int) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from monta_megatron.common.text import counted
 from monta_megatron.exchange.collectives import gather_objects, wait_for_all
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.streams import gpu_name
-from monta_megatron.tools.bench.candidates import NO_EXPERTS, Bench, BenchCandidate, run_candidate
+from monta_megatron.tools.bench.candidates import Bench, BenchCandidate, no_experts, run_candidate
 from monta_megatron.tools.stock_collectives import StockCollective, observed
 from monta_megatron.tools.trace import Span, SpanResource, Trace
 
@@ -34,10 +34,7 @@ BETWEEN_COLLECTIVES = "permute"
 
 
 def record(bench: Bench, meta: Mapping[str, Any], path: Path) -> None:
-    """Record one run of each candidate; the first rank writes the file.
-
-    Experts return their rows; experts inside the pipeline are left out, as they leave no passes
-    apart.
+    """Record one run of each candidate, without experts; the first rank writes the file.
 
     Args:
         bench: the dispatchers and their data; all of them have run.
@@ -50,15 +47,13 @@ def record(bench: Bench, meta: Mapping[str, Any], path: Path) -> None:
     offset_us, clock = compare_clocks()
     spans_here: list[Span] = []
     for candidate in bench.candidates:
-        if candidate.overlaps:
-            continue
         is_stock = candidate.kind == "megatron"
         recorder = Recorder(is_device=candidate.batch.hidden.is_cuda, is_stock=is_stock)
         if not is_stock:
             candidate.dispatcher.monitor.recorder = recorder
         wait_for_all()
         with observed(bench.nodes, recorder.run_collective) if is_stock else nullcontext():
-            run_candidate(candidate, NO_EXPERTS, begin=recorder.begin)
+            run_candidate(candidate, no_experts, begin=recorder.begin)
             recorder.end()
         spans_here += recorder.spans(_name_of(candidate), dist.get_rank(), offset_us)
     spans_by_rank = gather_objects(spans_here)

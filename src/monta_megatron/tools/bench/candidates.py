@@ -1,9 +1,8 @@
-"""The dispatchers to compare and how one of them runs, between Megatron's experts or timed ones.
+"""The dispatchers to compare and how one of them runs, around Megatron's experts or none.
 
 Notation: T = tokens of a rank, H = hidden size, E = experts, N = rows for the local experts.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -90,7 +89,6 @@ class BenchCandidate:
         dispatcher: an object with Megatron's six phases.
         batch: its inputs.
         tokens_here: position of this rank's tokens in them.
-        overlaps: whether the experts may run inside its pipeline.
     """
 
     kind: Literal["megatron", "monta"]
@@ -98,7 +96,6 @@ class BenchCandidate:
     dispatcher: Any
     batch: Batch
     tokens_here: slice = slice(None)
-    overlaps: bool = False
 
     @property
     def choice(self) -> Choice:
@@ -140,7 +137,7 @@ class Bench:
 
 
 def with_candidates(bench: Bench) -> Bench:
-    """Add stock's dispatchers, then ours, then ours with experts inside.
+    """Add stock's dispatchers, then ours.
 
     Raises:
         UserError: a chain that was asked for by name cannot run here.
@@ -148,14 +145,13 @@ def with_candidates(bench: Bench) -> Bench:
     settings = bench.settings
     candidates = [stock_candidate(bench, name) for name in settings.stock]
     skipped: dict[str, str] = {}
-    for overlaps in (False, True) if settings.overlap_experts else (False,):
-        for choice in settings.choices(overlaps):
-            try:
-                candidates.append(monta_candidate(bench, choice, overlaps))
-            except UserError as error:
-                if not settings.skip_incompatible:
-                    raise
-                skipped[AUTO if choice is None else choice.chain] = str(error)
+    for choice in settings.choices:
+        try:
+            candidates.append(monta_candidate(bench, choice))
+        except UserError as error:
+            if not settings.skip_incompatible:
+                raise
+            skipped[AUTO if choice is None else choice.chain] = str(error)
     return replace(bench, candidates=candidates, skipped=skipped)
 
 
@@ -169,13 +165,12 @@ def stock_candidate(bench: Bench, name: str) -> BenchCandidate:
     )
 
 
-def monta_candidate(bench: Bench, choice: Choice | None, overlaps: bool = False) -> BenchCandidate:
+def monta_candidate(bench: Bench, choice: Choice | None) -> BenchCandidate:
     """Our dispatcher, with the benchmark's nodes and costs.
 
     Args:
         bench: to which it belongs.
         choice: that it runs; None for `auto`.
-        overlaps: whether the experts may run inside its pipeline.
 
     Raises:
         UserError: the chain cannot run here.
@@ -187,16 +182,13 @@ def monta_candidate(bench: Bench, choice: Choice | None, overlaps: bool = False)
         bench.settings,
         chain=choice and choice.chain,
         num_chunks=choice and choice.num_chunks,
-        overlap_experts=overlaps,
         ranks_per_node=bench.ranks_per_node,
         cluster=bench.cluster or emulated,
-        tune_steps=bench.settings.tune_steps if choice is None and not overlaps else 0,
+        tune_steps=bench.settings.tune_steps if choice is None else 0,
         # The benchmark compares more, see `measure`.
         check=0,
     )
-    return BenchCandidate(
-        kind="monta", requested=choice, dispatcher=dispatcher, batch=bench.batch, overlaps=overlaps
-    )
+    return BenchCandidate(kind="monta", requested=choice, dispatcher=dispatcher, batch=bench.batch)
 
 
 def run_candidate(
@@ -211,8 +203,7 @@ def run_candidate(
         candidate: that runs.
         experts: between dispatch and combine.
         phase: whether the backward passes run.
-        begin: called with the name of each pass as it begins, unless the experts run inside the
-            pipeline.
+        begin: called with the name of each pass as it begins.
 
     Returns:
         Results at the experts and at the tokens, by name.
@@ -220,95 +211,54 @@ def run_candidate(
     dispatcher, batch = candidate.dispatcher, candidate.batch
     hidden = batch.hidden.detach().requires_grad_()
     probs = batch.probs.detach().requires_grad_()
-    results: dict[str, Any] = {}
 
     begin(program.DISPATCH.name)
     rows, row_probs = dispatcher.dispatch_preprocess(hidden, batch.routing_map, probs)
     rows, row_probs = dispatcher.token_dispatch(rows, row_probs)
-    if candidate.overlaps and dispatcher.computes:
-        sums = dispatcher.compute(experts, rows, row_probs)
-    else:
-        rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-        results["rows at the experts"] = rows.detach()
-        results["counts at the experts"] = torch.as_tensor(tokens_per_expert)
-        results["probabilities at the experts"] = row_probs.detach()
-        for tensor in (rows, row_probs):
-            # Called as soon as its gradient is complete, before that of the dispatch begins.
-            tensor.register_hook(lambda gradient: begin(program.DISPATCH_BACKWARD.name))
-        outputs = experts(rows, tokens_per_expert, row_probs)
-        if isinstance(experts, TimedExperts):
-            outputs = experts.wait(outputs)
-        begin(program.COMBINE.name)
-        sums = dispatcher.combine_preprocess(outputs)
+    rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+    for tensor in (rows, row_probs):
+        # Called as soon as its gradient is complete, before that of the dispatch begins.
+        tensor.register_hook(lambda gradient: begin(program.DISPATCH_BACKWARD.name))
+    outputs = experts(rows, tokens_per_expert, row_probs)
+    begin(program.COMBINE.name)
+    sums = dispatcher.combine_preprocess(outputs)
     output = dispatcher.combine_postprocess(dispatcher.token_combine(sums))
 
     if phase == "forward_backward":
         begin(program.COMBINE_BACKWARD.name)
         output.backward(batch.output_gradient)
-    return results | {
+    return {
+        "rows at the experts": rows.detach(),
+        "counts at the experts": torch.as_tensor(tokens_per_expert),
+        "probabilities at the experts": row_probs.detach(),
         "outputs": output.detach(),
         "input gradients": hidden.grad,
         "gradients of the probabilities": probs.grad,
     }
 
 
-class TimedExperts:
-    """Experts that return their rows after a time, without a processor: an emulated device.
-
-    The gradient of the probabilities is 1.
-
-    Args:
-        full_ms: time of one direction for as many rows as a rank gets on average; 0 to time the
-            exchange alone.
-        full_rows: as many rows.
-    """
-
-    def __init__(self, full_ms: float, full_rows: float) -> None:
-        self._row_s = full_ms / 1e3 / full_rows
-        self._free_at_s = 0.0
-
-    def __call__(
-        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
-    ) -> torch.Tensor:
-        """Start to compute: [N, H] -> [N, H]."""
-        outputs: torch.Tensor = _StartedExperts.apply(self._start(rows), rows, probs)
-        return outputs
-
-    def wait(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Wait for the outputs of a call."""
-        started: Any = outputs.grad_fn
-        _sleep_until(started.end_s)
-        # A node of its own: its backward starts the work that the call's backward waits for.
-        waited = outputs.view_as(outputs)
-        waited.register_hook(lambda gradient: setattr(started, "end_s", self._start(gradient)))
-        return waited
-
-    def _start(self, rows: torch.Tensor) -> float:
-        """Put the work for rows on the timer; returns when it ends."""
-        self._free_at_s = max(time.perf_counter(), self._free_at_s) + len(rows) * self._row_s
-        return self._free_at_s
+def no_experts(
+    rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+) -> torch.Tensor:
+    """Experts that return their rows [N, H], to time the exchange alone."""
+    outputs: torch.Tensor = _ReturnRows.apply(rows, probs)
+    return outputs
 
 
-def _sleep_until(end_s: float) -> None:
-    left_s = end_s - time.perf_counter()
-    if left_s > 0:
-        time.sleep(left_s)
+class _ReturnRows(torch.autograd.Function):
+    """The rows; the gradient of the probabilities is 1, so that it is sent as in a training."""
 
-
-class _StartedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, end_s: float, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        ctx.end_s, ctx.num_probs = end_s, len(probs)
+    def forward(ctx: Any, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        ctx.num_probs = len(probs)
         return rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
-        _sleep_until(ctx.end_s)
-        return None, gradient, torch.ones(ctx.num_probs, device=gradient.device)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, torch.ones(ctx.num_probs, device=gradient.device)
 
 
-NO_EXPERTS = TimedExperts(full_ms=0, full_rows=1)
 STOCK_DISPATCHERS = {
     "alltoall": stock.MoEAlltoAllTokenDispatcher,
     "allgather": stock.MoEAllGatherTokenDispatcher,

@@ -40,14 +40,13 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.price import price
 from monta_megatron.planner.tuning import TIME_LAG
 from monta_megatron.tools.bench.candidates import (
-    NO_EXPERTS,
     Batch,
     Bench,
     BenchCandidate,
-    TimedExperts,
     build_experts,
     initialize_groups,
     make_batch,
+    no_experts,
     run_candidate,
     with_candidates,
 )
@@ -91,11 +90,8 @@ def measure_point(
     if wrong := differences_from_stock(bench.candidates, bench.layout):
         raise MismatchError("\n".join(wrong))
     # Step 3: time, and record.
-    scopes: dict[str, Experts] = {"exchange": NO_EXPERTS}
-    if settings.expert_ms is not None:
-        full_rows = settings.tokens * settings.top_k * settings.etp
-        scopes["layer"] = TimedExperts(settings.expert_ms, full_rows)
-    elif settings.layer:
+    scopes: dict[str, Experts] = {"exchange": no_experts}
+    if settings.layer:
         scopes["layer"] = build_experts(settings)
     rows = [
         row
@@ -148,14 +144,14 @@ def provenance(bench: Bench) -> dict[str, Any]:
 
 def _tune(bench: Bench, progress: Progress) -> None:
     """Open the tuning window of `auto`, as in a training."""
-    (auto,) = (each for each in bench.candidates if each.requested is None and not each.overlaps)
+    (auto,) = (each for each in bench.candidates if each.requested is None)
     chooser, optimizer = auto.dispatcher.chooser, torch.optim.SGD([torch.zeros(1)])
     assert isinstance(chooser, AutoChooser), "it chooses"
     num_iterations = bench.settings.tune_steps + TIME_LAG
     progress.phase(f"tuning, {counted(num_iterations, 'iteration')}", num_iterations)
     for _ in range(num_iterations):
         for _ in range(MICRO_BATCHES):
-            run_candidate(auto, NO_EXPERTS)
+            run_candidate(auto, no_experts)
         chooser.enter_step(optimizer)
         progress.step()
 
@@ -164,8 +160,7 @@ def _time(
     bench: Bench, scope: str, experts: Experts, phase: Phase, progress: Progress
 ) -> list[Row]:
     """Time all candidates in one phase; one row for each."""
-    settings = bench.settings
-    candidates = [each for each in bench.candidates if scope == "layer" or not each.overlaps]
+    settings, candidates = bench.settings, bench.candidates
     progress.phase(f"{scope}, {phase}, {counted(settings.repeats, 'repeat')}", settings.repeats)
     sent_bytes = [run_counted(each, experts, phase, bench.nodes) for each in candidates]
     runs = [partial(run_candidate, each, experts, phase) for each in candidates]
@@ -176,7 +171,6 @@ def _time(
         candidates, times_ms.T, sent_bytes, strict=True
     ):
         p10_ms, median_ms, p90_ms = np.percentile(ms, [10, 50, 90]).tolist()
-        inside = candidate.overlaps and candidate.dispatcher.computes
         predicted_ms = _predicted_ms(bench, candidate, phase) if scope == "exchange" else None
         rows.append(
             Row(
@@ -196,7 +190,6 @@ def _time(
                 ratio_to_alltoall=stock_ms / median_ms,
                 predicted_ms=predicted_ms,
                 chosen=candidate.requested is None,
-                experts_pipelined=inside if scope == "layer" else None,
             )
         )
     return rows

@@ -31,7 +31,6 @@ class Row:
         ratio_to_alltoall: stock alltoall's median over this one.
         predicted_ms: the time that the planner predicts, for uniform routing, or None.
         chosen: whether this is what `auto` ran.
-        experts_pipelined: whether the experts run in the pipeline; None where none are computed.
     """
 
     dispatcher: str
@@ -55,14 +54,13 @@ class Row:
     ratio_to_alltoall: float
     predicted_ms: float | None = None
     chosen: bool = False
-    experts_pipelined: bool | None = None
 
     @property
     def name(self) -> str:
         """The name used in tables."""
         stock = self.dispatcher == "megatron"
         name = f"megatron {self.chain}" if stock else f"{self.chain} x{self.num_chunks}"
-        return "auto: " * self.chosen + name + " with experts" * bool(self.experts_pipelined)
+        return "auto: " * self.chosen + name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.rules import listed, name_of, num_tokens, positive, whole
+from monta_megatron.common.rules import listed, name_of, num_tokens, whole
 from monta_megatron.core import Choice
 
 # As in `chains.program`, which `--help` does not import.
@@ -60,7 +60,6 @@ class Settings:
 
     Attributes:
         layer: time the layer with its experts too.
-        overlap_experts: include layers with their experts in the pipeline.
         skip_incompatible: leave out a chain that cannot run on this layout, and report it: where
             the chains were not asked for by name.
     """
@@ -90,10 +89,6 @@ class Settings:
     ffn_hidden: int = _setting(
         whole(1), "experts' intermediate size, for --layer (default: --hidden)"
     )
-    expert_ms: float | None = _setting(
-        positive,
-        "in place of experts, for --layer on CPU ranks: a timer of so many ms in each direction",
-    )
     repeats: int = _setting(whole(1), "timed runs of each, after one that is not", "5")
     tune_steps: int = _setting(
         whole(0), "iterations in which auto tries its candidates before it is timed", "0"
@@ -110,11 +105,11 @@ class Settings:
         "record a run of every row of the exchange: a Chrome trace for Perfetto and monta timeline",
     )
     layer: bool
-    overlap_experts: bool
     skip_incompatible: bool
 
-    def choices(self, splits_experts: bool) -> list[Choice | None]:
-        """Choices to run, with the experts inside the pipeline or not; None where auto chooses."""
+    @property
+    def choices(self) -> list[Choice | None]:
+        """Choices to run; None where auto chooses."""
         from monta_megatron.chains import CHAINS
 
         choices: list[Choice | None] = []
@@ -122,13 +117,9 @@ class Settings:
             chain = CHAINS.get(name)
             if chain is None:
                 choices.append(None)
-            elif chain.rows == "tokens" or not splits_experts:
+            else:
                 numbers = (1,) if chain.serial else self.num_chunks
-                choices += [
-                    Choice(chain=name, num_chunks=number, splits_experts=splits_experts)
-                    for number in numbers
-                    if number > 1 or not splits_experts
-                ]
+                choices += [Choice(chain=name, num_chunks=number) for number in numbers]
         return choices
 
 
@@ -149,7 +140,7 @@ def parse_settings(texts: Mapping[str, Any], world_size: int) -> Settings:
     Raises:
         UserError: a flag is wrong; names the flag, the value and the rule.
     """
-    given: dict[str, Any] = {name: bool(texts.get(name)) for name in ("layer", "overlap_experts")}
+    given: dict[str, Any] = {"layer": bool(texts.get("layer"))}
     for name, flag in FLAGS.items():
         key = name.replace("-", "_")
         text = flag.default if texts.get(key) is None else str(texts[key])
@@ -178,10 +169,7 @@ def parse_settings(texts: Mapping[str, Any], world_size: int) -> Settings:
 def _rules(settings: Settings, world_size: int) -> list[tuple[str, bool, str]]:
     """The rules between flags: a setting's name, whether its rule holds, the rule."""
     ep, etp, tp, experts = settings.ep, settings.etp, settings.tp, settings.experts
-    layer, ranks = settings.layer, f"the {world_size} ranks of this launch"
-    has_auto = None in settings.choices(splits_experts=False)
-    has_split = layer and settings.choices(splits_experts=True) != []
-    split = "come with --layer, and with auto or a chain of tokens in more than one chunk"
+    ranks, has_auto = f"the {world_size} ranks of this launch", None in settings.choices
     return [
         ("tp", world_size % tp == 0, f"be a divisor of {ranks}"),
         (
@@ -195,6 +183,4 @@ def _rules(settings: Settings, world_size: int) -> list[tuple[str, bool, str]]:
         ("hidden", settings.hidden % tp == 0, f"be a multiple of --tp ({tp})"),
         ("ffn_hidden", settings.ffn_hidden % etp == 0, f"be a multiple of --etp ({etp})"),
         ("tune_steps", has_auto or not settings.tune_steps, "come with --chains auto"),
-        ("expert_ms", layer or settings.expert_ms is None, "come with --layer"),
-        ("overlap_experts", has_split or not settings.overlap_experts, split),
     ]
