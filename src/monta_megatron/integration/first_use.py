@@ -225,7 +225,8 @@ class FirstUse:
         sums = (
             factors.sum(dim=1)[sent[..., EXPERT]].sum(dim=1),
             sum_by_expert(sent, chain, layout, sum_dtype),
-            _sum_in_order(terms[: layout.etp], sum_dtype).expand(len(sent)),
+            # Added one after the other.
+            reduce(add, terms[: layout.etp].to(sum_dtype)).expand(len(sent)),
         )
 
         # Step 3: probabilities, [T, K] or [N]; each ETP rank returns a share of their gradients.
@@ -394,8 +395,3 @@ def _bits(numbers: torch.Tensor, end: int) -> torch.Tensor:
 def _mixed(pairs: torch.Tensor) -> torch.Tensor:
     """An integer for each pair, unlike its neighbours': [..., 4] -> [...]."""
     return (pairs * torch.tensor([29, 5, 0, 77])).sum(dim=-1)
-
-
-def _sum_in_order(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[..., G] -> [...], added one after the other in a dtype."""
-    return reduce(add, values.to(dtype).unbind(-1))
