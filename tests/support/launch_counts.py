@@ -227,8 +227,7 @@ def run_layer(made: MontaTokenDispatcher, inputs: tuple[torch.Tensor, ...], rows
     """The six phases, then the passes of the backward, which autograd's engine would run."""
     counts = made.setup.counts
     with ExitStack() as context:
-        of_counts = (counts, "collect"), (counts, "copy_to_host"), (made, "_bound")
-        for owner, name in of_counts:
+        for owner, name in ((counts, "collect"), (counts, "copy_to_host"), (made, "_bound")):
             counted = rows.row("counts")(getattr(owner, name))
             context.enter_context(mock.patch.object(owner, name, counted))
         with rows.row("enter"):

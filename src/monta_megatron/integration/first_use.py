@@ -32,9 +32,9 @@ one if it is a permuted token.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from math import gcd
-from operator import add
+from operator import add, setitem
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -277,16 +277,13 @@ class FirstUse:
         combined_back = torch.empty_like(outputs)
 
         def experts(rows_NH: torch.Tensor, _: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
-            def note(gradient_NH: torch.Tensor) -> None:
-                combined_back[here] = gradient_NH
-
             here = next(chunks)
             arrived[here], arrived_probs[here] = rows_NH.detach(), probs_N.detach()
             rows_NH.register_hook(lambda _: gradients[here])
             probs_N.register_hook(lambda _: shares[here])
             # For autograd the outputs depend on both.
             outputs_NH = outputs[here] + 0 * (rows_NH + probs_N[:, None]).to(rows_NH.dtype)
-            outputs_NH.register_hook(note)
+            outputs_NH.register_hook(partial(setitem, combined_back, here))
             return outputs_NH
 
         with torch.enable_grad():

@@ -61,9 +61,8 @@ def build_with_monta(
     if not is_monta(config):
         # Elsewhere this is done where the configuration is checked.
         set_launch_order()
-    named = inspect.signature(construct).bind_partial(layer, config, *args, **kwargs).arguments
-    given = kwargs.get("pg_collection", named.get("pg_collection"))
-    groups = given or get_default_pg_collection()
+    given = inspect.signature(construct).bind_partial(layer, config, *args, **kwargs).arguments
+    groups = (given | kwargs).get("pg_collection") or get_default_pg_collection()
     try:
         check_schedule(config)
         with seen_as_alltoall(config):

@@ -61,12 +61,6 @@ class Unsupported(NamedTuple):
     reason: str
     condition: Callable[[Any], bool] | None = None
 
-    def is_set(self, config: Any) -> bool:
-        """Whether a configuration asks for it."""
-        if self.condition is not None:
-            return self.condition(config)
-        return bool(getattr(config, self.setting, False))
-
 
 def _graphs_whole_exchange(config: Any) -> bool:
     implementation = getattr(config, "cuda_graph_impl", "none")
@@ -189,6 +183,6 @@ def check_supported(config: Any) -> None:
     refused = [("moe_token_dispatcher_type='monta'", each) for each in UNSUPPORTED]
     if getattr(config, "moe_monta_overlap_experts", False):
         refused += [("moe_monta_overlap_experts", each) for each in UNSUPPORTED_WITH_OVERLAP]
-    for option, each in refused:
-        if each.is_set(config):
-            raise UserError(f"{each.setting}: not supported with {option}: {each.reason}")
+    for option, (setting, reason, condition) in refused:
+        if condition(config) if condition is not None else getattr(config, setting, False):
+            raise UserError(f"{setting}: not supported with {option}: {reason}")
