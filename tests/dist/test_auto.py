@@ -102,7 +102,7 @@ def test_ranks_that_differ_are_told(common: Case, other: dict[str, Any], message
     assert refusal.endswith("; give every rank the same options and files")
 
 
-@pytest.mark.parametrize("name", ["node_here", "planner_for"])
+@pytest.mark.parametrize("name", ["check_supported", "node_here", "planner_for"])
 @on_ranks(4)
 def test_a_rank_that_fails_alone_ends_all(name: str) -> None:
     """Before ranks gather anything, and behind it."""

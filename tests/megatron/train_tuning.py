@@ -42,7 +42,7 @@ def note_choices() -> None:
         batch = bound(self, batch)
         if isinstance(self.chooser, AutoChooser):
             choosers.add(self.chooser)
-            noted = self.chooser.tuner.step, batch.choice, self.moe_layer().training
+            noted = self.chooser.tuner.step, self.choice, self.moe_layer().training
             micro_batches.append(noted)
         return batch
 

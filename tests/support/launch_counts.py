@@ -163,14 +163,14 @@ def layer_on_device(
         options: see `make_dispatcher`.
     """
     made = make_dispatcher(chain_name, ep, **options)
-    copied, routed = exchanged_counts(made._counts.count_messages)
+    copied, routed = exchanged_counts(made.setup.counts.count_messages)
     device = FakeDevice(listed=LISTED, host_values=copied.numpy())
     made.monitor = device.recorder.monitor
     made.cuda_dtoh_stream = RecordedStream(device.recorder, "counts")
     with sizes_of_permutation(), device:
         with device.recorder.muted():
             # A layer makes the index of its messages once.
-            made._counts.count_messages.count(torch.empty_like(routed, device="cuda"))
+            made.setup.counts.count_messages.count(torch.empty_like(routed, device="cuda"))
         yield made, routed, device
 
 
@@ -225,9 +225,9 @@ def layer_inputs(routed: torch.Tensor, device: str) -> tuple[torch.Tensor, ...]:
 
 def run_layer(made: MontaTokenDispatcher, inputs: tuple[torch.Tensor, ...], rows: Rows) -> None:
     """The six phases, then the passes of the backward, which autograd's engine would run."""
+    counts = made.setup.counts
     with ExitStack() as context:
-        of_counts = (made._counts, "collect"), (made._counts, "copy_to_host"), (made, "_bound")
-        for owner, name in of_counts:
+        for owner, name in ((counts, "collect"), (counts, "copy_to_host"), (made, "_bound")):
             counted = rows.row("counts")(getattr(owner, name))
             context.enter_context(mock.patch.object(owner, name, counted))
         with rows.row("enter"):

@@ -58,7 +58,7 @@ def host_us(
     """
     made = make_dispatcher(chain_name, ep, kernels, moe_monta_num_chunks=num_chunks)
     made.cuda_dtoh_stream = _Nothing()
-    counts = made._counts
+    counts = made.setup.counts
     copied, routed = exchanged_counts(counts.count_messages)
     counts.copy_to_host = lambda *_: lambda: counts.count_messages.read(copied.numpy())
     inputs, driver = layer_inputs(routed, "cpu"), nullcontext()

@@ -214,19 +214,14 @@ def patch_arguments(arguments: Any) -> None:
 
 def check_arguments(args: Any) -> None:
     """Check parsed arguments; the first error is raised as a UserError."""
-    defaults = defaults_from_environment()
-    given = [
-        name
-        for name in OPTION_NAMES
-        if getattr(args, name, None) is not None and getattr(args, name) != defaults[name]
-    ]
-    if given and not is_monta(args):
-        raise UserError(
-            f"{given[0]}: given, but moe_token_dispatcher_type is "
-            f"{args.moe_token_dispatcher_type!r}; add --moe-token-dispatcher-type monta or leave "
-            f"--{given[0].replace('_', '-')} out"
-        )
     if not is_monta(args):
+        for name, default in defaults_from_environment().items():
+            if getattr(args, name, None) not in (None, default):
+                raise UserError(
+                    f"{name}: given, but moe_token_dispatcher_type is "
+                    f"{args.moe_token_dispatcher_type!r}; add --moe-token-dispatcher-type monta or "
+                    f"leave --{name.replace('_', '-')} out"
+                )
         return
     if args.num_experts is None:
         raise UserError(

@@ -8,8 +8,18 @@
     token_combine          A2A(EP)                    the chain's transpose
     combine_postprocess    unpermute                  unpermute, or nothing
 
-As in stock, the host waits for the counts once, in dispatch_preprocess or in token_dispatch (see
-`waits_to_enter`). Then `_bound` chooses the chain and binds it to them.
+As in stock, the host waits for the counts once: in dispatch_preprocess before the rows enter the
+chain, or in token_dispatch. Then `_bound` chooses the chain and binds it to them.
+
+    chain's rows     experts of a token   waits first   rows to permute
+    not yet chosen   any                  yes           as below, once chosen
+    tokens           any                  no            none
+    permuted tokens  top-k                no            T * top-k, cut by `_as_counted`
+    permuted tokens  padded to capacity   no            E * capacity
+    permuted tokens  any other number     yes           as counted
+
+CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k rows, or
+E * capacity, before there is a choice.
 
 Chains of permuted tokens leave permuting and its sums to Megatron, bit for bit; chains of tokens
 copy and sum tokens themselves, in fp32. With moe_monta_overlap_experts, chain, experts and
@@ -46,7 +56,6 @@ from monta_megatron.integration.count_sources import (
     replaces_preprocess,
 )
 from monta_megatron.integration.layer_setup import set_up_layer
-from monta_megatron.integration.supported_settings import check_supported
 
 # Since 0.18, both communication phases make overlapped shared experts wait for the caller's stream,
 # and token_combine runs their second layer; earlier releases run it in combine_postprocess.
@@ -58,12 +67,10 @@ class MicroBatch:
     """A micro-batch whose chain is bound to its counts.
 
     Attributes:
-        choice: the one that runs.
         exchanges: the bound chain; one per chunk with the experts in the pipeline.
         ids_TW: experts of each token, which `token_dispatch` adds for `compute`.
     """
 
-    choice: Choice
     exchanges: tuple[Exchange, ...]
     ids_TW: torch.Tensor | None = None
 
@@ -78,26 +85,6 @@ def rows_of(choice: Choice | None) -> Rows | None:
     return None if choice is None else CHAINS[choice.chain].rows
 
 
-def waits_to_enter(choice: Choice | None, num_permuted: int | None) -> bool:
-    """Whether the counts of a micro-batch have to be here before its rows enter the chain.
-
-        chain's rows     experts of a token   waits   rows to permute
-        not yet chosen   any                  yes     as below, once chosen
-        tokens           any                  no      none
-        permuted tokens  top-k                no      T * top-k, cut by `_as_counted`
-        permuted tokens  padded to capacity   no      E * capacity
-        permuted tokens  any other number     yes     as counted
-
-    CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k rows,
-    or E * capacity, before there is a choice.
-
-    Args:
-        choice: the step's, if any.
-        num_permuted: rows to permute, if known before the counts.
-    """
-    return choice is None or (num_permuted is None and rows_of(choice) == "permuted tokens")
-
-
 class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     """Runs the exchange of an MoE layer as a pipelined chain, forward and backward.
 
@@ -110,7 +97,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         groups: process groups by the group names of the chains.
         monitor: counts bytes by resource; may record starts and waits.
         moe_layer: weak reference to the MoE layer of this dispatcher; None before it has one.
-        choice: of the last micro-batch, or the one that is given; None until it is known.
+        choice: of the last micro-batch; before the first, the step's. None until it is known.
         micro_batch: the current one, from when its counts are here until `token_combine`.
         received_rows: by rank, in the exchange before the last; it came with the last counts.
         joined_counts: [J]; CUDA graphs replay it by name. None if capacity fixes the counts.
@@ -133,7 +120,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 configuration asks for something that this dispatcher does not support; the message
                 names the field.
         """
-        check_supported(config)
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
         self.setup = set_up_layer(
             config,
@@ -150,7 +136,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.micro_batch: MicroBatch | None = None
         self.received_rows = np.zeros(len(self.setup.layout.nodes), dtype=np.int64)
         self.joined_counts: torch.Tensor | None = None
-        self._counts = self.setup.counts
         # Choices whose first use has been checked.
         self._checked: set[Choice] = set()
         # Rows that this rank's experts received in the last exchange.
@@ -185,14 +170,15 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             # A graph would replay the number of its capture.
             num_received = 0 if captures else self._num_received
             tag = self.chooser.tag
-            self.joined_counts = self._counts.collect(self.routing_map, tag, num_received)
+            self.joined_counts = self.setup.counts.collect(self.routing_map, tag, num_received)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         self.choice, self.micro_batch = self.chooser.step_choice, None
         num_rows = self._num_permuted()
         if not captures:
             self._read_counts = self._copy_counts()
-            if waits_to_enter(self.choice, num_rows):
+            permutes = rows_of(self.choice) == "permuted tokens"
+            if self.choice is None or (permutes and num_rows is None):
                 self.micro_batch = self._bound(self._read_counts)
                 num_rows = num_rows or self.micro_batch.num_source_rows
         # [seq / TP, batch, H] -> [T, H]
@@ -271,7 +257,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self.micro_batch = None
         # Before 0.18 stock's combine_postprocess does this, which only permuted tokens go through.
         if self.shared_experts is not None and (
-            SHARED_EXPERTS_WAIT or rows_of(batch.choice) == "tokens"
+            SHARED_EXPERTS_WAIT or rows_of(self.choice) == "tokens"
         ):
             self.shared_experts.linear_fc2_forward(rows_NH)
             self.shared_experts.post_forward_comm()
@@ -330,7 +316,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
         [N, H], [N] -> [N, H], [N], no ids; or [T, H], [T, E] -> [T, H], [T, W], ids [T, W].
         """
-        if rows_of(batch.choice) == "permuted tokens":
+        if rows_of(self.choice) == "permuted tokens":
             return *self._as_counted(rows_NH, probs, batch.num_source_rows), None
         width = batch.exchanges[0].max_experts_per_token
         if lists is None or lists[1].shape[1] != width:
@@ -371,7 +357,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             capacity = capacity_of(self.routing_map, self.config)
             return partial(counts_of_capacity, capacity, self.setup.layout, self.config)
         assert self.joined_counts is not None, "collected"
-        return self._counts.copy_to_host(self.joined_counts, self.cuda_dtoh_stream)
+        return self.setup.counts.copy_to_host(self.joined_counts, self.cuda_dtoh_stream)
 
     @property
     def _has_topk(self) -> bool:
@@ -381,7 +367,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         return not has_others and not config.moe_router_padding_for_quantization
 
     def _num_permuted(self) -> int | None:
-        """Rows to permute, if known before the counts; see `waits_to_enter`."""
+        """Rows to permute, if known before the counts."""
         if self.drop_and_pad:
             return capacity_of(self.routing_map, self.config) * self.routing_map.shape[1]
         if self._has_topk or self.setup.captures:
@@ -409,7 +395,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             monitor=self.monitor,
             least_width=self.config.moe_router_topk if self._has_topk else 0,
         )
-        return MicroBatch(choice=choice, exchanges=exchanges)
+        return MicroBatch(exchanges=exchanges)
 
     def _check(self, choice: Choice) -> None:
         """Run the round trip with known answer, before a choice first carries rows."""

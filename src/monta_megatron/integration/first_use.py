@@ -32,9 +32,9 @@ one if it is a permuted token.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from math import gcd
-from operator import add
+from operator import add, setitem
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -225,7 +225,8 @@ class FirstUse:
         sums = (
             factors.sum(dim=1)[sent[..., EXPERT]].sum(dim=1),
             sum_by_expert(sent, chain, layout, sum_dtype),
-            _sum_in_order(terms[: layout.etp], sum_dtype).expand(len(sent)),
+            # Added one after the other.
+            reduce(add, terms[: layout.etp].to(sum_dtype)).expand(len(sent)),
         )
 
         # Step 3: probabilities, [T, K] or [N]; each ETP rank returns a share of their gradients.
@@ -276,16 +277,13 @@ class FirstUse:
         combined_back = torch.empty_like(outputs)
 
         def experts(rows_NH: torch.Tensor, _: torch.Tensor, probs_N: torch.Tensor) -> torch.Tensor:
-            def note(gradient_NH: torch.Tensor) -> None:
-                combined_back[here] = gradient_NH
-
             here = next(chunks)
             arrived[here], arrived_probs[here] = rows_NH.detach(), probs_N.detach()
             rows_NH.register_hook(lambda _: gradients[here])
             probs_N.register_hook(lambda _: shares[here])
             # For autograd the outputs depend on both.
             outputs_NH = outputs[here] + 0 * (rows_NH + probs_N[:, None]).to(rows_NH.dtype)
-            outputs_NH.register_hook(note)
+            outputs_NH.register_hook(partial(setitem, combined_back, here))
             return outputs_NH
 
         with torch.enable_grad():
@@ -394,8 +392,3 @@ def _bits(numbers: torch.Tensor, end: int) -> torch.Tensor:
 def _mixed(pairs: torch.Tensor) -> torch.Tensor:
     """An integer for each pair, unlike its neighbours': [..., 4] -> [...]."""
     return (pairs * torch.tensor([29, 5, 0, 77])).sum(dim=-1)
-
-
-def _sum_in_order(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[..., G] -> [...], added one after the other in a dtype."""
-    return reduce(add, values.to(dtype).unbind(-1))

@@ -1,5 +1,8 @@
 """How an MoE layer gets our dispatcher: by patching MoELayer or, without a patch, by a spec.
 
+Either way `build_with_monta` constructs the layer as for stock alltoall, builds our dispatcher, set
+up together with the layer's other ranks (`layer_setup`), and puts it in stock's place.
+
 Megatron is imported in functions, not at the top: its import calls `patch_moe_layer` of this file.
 """
 
@@ -58,21 +61,21 @@ def build_with_monta(
     if not is_monta(config):
         # Elsewhere this is done where the configuration is checked.
         set_launch_order()
-    named = inspect.signature(construct).bind_partial(layer, config, *args, **kwargs).arguments
-    given = kwargs.get("pg_collection", named.get("pg_collection"))
-    groups = given or get_default_pg_collection()
+    given = inspect.signature(construct).bind_partial(layer, config, *args, **kwargs).arguments
+    groups = (given | kwargs).get("pg_collection") or get_default_pg_collection()
     try:
         check_schedule(config)
         with seen_as_alltoall(config):
             construct(layer, config, *args, **kwargs)
+        dispatcher = MontaTokenDispatcher(
+            layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
+        )
+        # All ranks have agreed on the option by now, so none refuses its experts alone.
         if getattr(config, "moe_monta_overlap_experts", False):
             # Only trainings that ask for it import it.
             from monta_megatron.integration.experts import prepare_layer
 
             prepare_layer(layer)
-        dispatcher = MontaTokenDispatcher(
-            layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
-        )
     except UserError as error:
         refuse(error, reports_for_stage(groups.tp_ep, groups))
     if layer.token_dispatcher.shared_experts is not None:
@@ -107,51 +110,44 @@ def with_monta(spec: Any) -> Any:
 
     Args:
         spec: of a layer, a block or a stack: a ModuleSpec, a partial, or the submodules of one.
-            Parts of it that hold no MoE layer are shared with the copy.
+            Dataclasses in it that hold no MoE layer are shared with the copy.
 
     Raises:
         UserError: the spec holds no MoE layer.
     """
-    changed = _with_monta(spec)
-    if changed is spec:
-        raise UserError("spec: holds no MoELayer, so there is no dispatcher to replace")
-    return changed
-
-
-def _with_monta(part: Any) -> Any:
-    """A part of a spec with our layer in place of Megatron's; the part itself if it holds none.
-
-    Megatron's specs are dataclasses, partials (megatron-core >= 0.18 builds the MoE layer from
-    one), lists and mappings, around classes. Anything else, such as a closure, is left as it is.
-    """
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    if part is MoELayer:
-        return monta_moe_layer()
-    if isinstance(part, functools.partial):
-        inside = (part.func, part.args, part.keywords)
-        changed = _with_monta(inside)
-        if changed is inside:
-            return part
-        function, arguments, keywords = changed
-        return functools.partial(function, *arguments, **keywords)
-    if isinstance(part, list | tuple):
-        entries = [_with_monta(entry) for entry in part]
-        is_same = all(new is old for new, old in zip(entries, part, strict=True))
-        # A named tuple takes its entries one by one.
-        return part if is_same else getattr(part, "_make", type(part))(entries)
-    if isinstance(part, dict):
-        replaced = {name: _with_monta(entry) for name, entry in part.items()}
-        return part if all(replaced[name] is part[name] for name in part) else replaced
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        values = {entry.name: getattr(part, entry.name) for entry in dataclasses.fields(part)}
-        replaced = _with_monta(values)
-        if replaced is values:
-            return part
-        part = copy.copy(part)
-        for name, value in replaced.items():
-            setattr(part, name, value)
-    return part
+    num_found = 0
+
+    def copied(part: Any) -> Any:
+        # Megatron's specs are dataclasses, partials (megatron-core >= 0.18 builds the MoE layer
+        # from one), lists and mappings, around classes. Anything else stays as it is.
+        nonlocal num_found
+        if part is MoELayer:
+            num_found += 1
+            return monta_moe_layer()
+        if isinstance(part, functools.partial):
+            function, arguments = copied(part.func), copied(part.args)
+            return functools.partial(function, *arguments, **copied(part.keywords))
+        if isinstance(part, list | tuple):
+            # A named tuple takes its entries one by one.
+            return getattr(part, "_make", type(part))([copied(entry) for entry in part])
+        if isinstance(part, dict):
+            return {name: copied(entry) for name, entry in part.items()}
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            num_before = num_found
+            names = [entry.name for entry in dataclasses.fields(part)]
+            values = {name: copied(getattr(part, name)) for name in names}
+            if num_found > num_before:
+                part = copy.copy(part)
+                for name, value in values.items():
+                    setattr(part, name, value)
+        return part
+
+    changed = copied(spec)
+    if num_found == 0:
+        raise UserError("spec: holds no MoELayer, so there is no dispatcher to replace")
+    return changed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,13 @@
-"""Set-up of a layer's dispatcher: what lasts for the layer, agreed by its expert group."""
+"""Set-up of a layer's dispatcher: what lasts for the layer, agreed by its expert group.
+
+The dispatcher's constructor calls `set_up_layer`, in which each of these functions runs inside the
+one below it. As each ends, also with an error, its ranks tell each other how (`share_with_group`),
+so no rank waits for one that has left:
+
+    read_here   expert group   options and host of each rank; then `agreed_kernels` may gather
+    set_up      expert group   the layer's set-up
+    in_group    replicas       values that the stage's expert groups have to share
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -33,9 +42,9 @@ from monta_megatron.integration.planning import agreed_config, planner_for
 from monta_megatron.integration.ranks import (
     check_same_config,
     nodes_of_ranks,
-    on_every_expert_group,
     reports_for_stage,
 )
+from monta_megatron.integration.supported_settings import check_supported
 from monta_megatron.planner.choose import Planner
 
 
@@ -171,7 +180,7 @@ def set_up_layer(
 
     Raises:
         UserError: the chain cannot run on the layout, or the ranks differ.
-        Exception: as `on_every_expert_group`; any of these on all ranks.
+        Exception: as `share_with_group`; any of these on all ranks of the stage's expert groups.
     """
     group, device = groups["tp_ep"], device_type()
     ranks = dist.get_process_group_ranks(group)
@@ -183,6 +192,7 @@ def set_up_layer(
 
     def read_here() -> tuple[Any, tuple[dict[str, Any], str, bool]]:
         """This rank's options and chooser; what it agrees on, its host, if layers share one."""
+        check_supported(config)
         given = Options.of(config)
         if captures and config.moe_router_padding_for_quantization:
             raise UserError(
@@ -196,7 +206,7 @@ def set_up_layer(
         chooser = shared_chooser(group, agreed)
         return (given, chooser), (agreed, node_here(), chooser is not None)
 
-    def set_up() -> tuple[LayerSetup, dict[str, Any]]:
+    def set_up() -> tuple[LayerSetup, None]:
         (given, chooser), facts = share_with_group(read_here, group)
         by_rank, hosts, have_chooser = zip(*facts, strict=True)
         check_same_config(by_rank, ranks)
@@ -232,7 +242,17 @@ def set_up_layer(
         for note in (nodes_note, kernels_note, *setup.notes()):
             if note is not None:
                 report(note)
-        # Exchanges of one training measure the same iterations, so their windows have one length.
-        return setup, {"moe_monta_tune_steps": given.tune_steps} | named
+        return setup, None
 
-    return on_every_expert_group(set_up, group, getattr(pg_collection, "expt_dp", None))
+    def in_group() -> tuple[LayerSetup, dict[str, Any]]:
+        setup, _ = share_with_group(set_up, group)
+        # Exchanges of one training measure the same iterations, so their windows have one length.
+        return setup, {"moe_monta_tune_steps": setup.options.tune_steps} | named
+
+    # The ranks with this rank's position in the stage's expert groups, where they are known.
+    replicas = getattr(pg_collection, "expt_dp", None)
+    if replicas is None:
+        return in_group()[0]
+    setup, by_group = share_with_group(in_group, replicas, "in the expert group of rank")
+    check_same_config(by_group, dist.get_process_group_ranks(replicas))
+    return setup

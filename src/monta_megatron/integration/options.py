@@ -149,8 +149,7 @@ class Options:
         }
 
         def check(name: str, holds: bool, rule: str) -> None:
-            if name in given:
-                require(holds, f"moe_monta_{name}", repr(given[name]), rule)
+            require(holds, f"moe_monta_{name}", repr(given[name]), rule)
 
         for name, value in given.items():
             check(name, KINDS[name].holds(value), KINDS[name].rule)

@@ -1,13 +1,15 @@
 """Supported Megatron-Core versions, and the Megatron settings that are refused, with the reason.
 
-`UNSUPPORTED` is refused always, `UNSUPPORTED_WITH_OVERLAP` with moe_monta_overlap_experts.
+`UNSUPPORTED` is refused always, `UNSUPPORTED_WITH_OVERLAP` with moe_monta_overlap_experts: settings
+that Megatron takes with alltoall, and with which results would be wrong, ranks would wait for ever,
+or nothing has been tested. `check_supported` is asked about the parsed arguments, then about every
+configuration, and at last by all ranks of an expert group together (`layer_setup`).
 tests/dist/test_supported_settings.py and test_overlap_experts.py run the settings that work.
 """
 
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from monta_megatron.common import __version__
@@ -59,12 +61,6 @@ class Unsupported(NamedTuple):
     reason: str
     condition: Callable[[Any], bool] | None = None
 
-    def is_set(self, config: Any) -> bool:
-        """Whether a configuration asks for it."""
-        if self.condition is not None:
-            return self.condition(config)
-        return bool(getattr(config, self.setting, False))
-
 
 def _graphs_whole_exchange(config: Any) -> bool:
     implementation = getattr(config, "cuda_graph_impl", "none")
@@ -80,25 +76,12 @@ def _graphs_whole_exchange(config: Any) -> bool:
     return whole or not names
 
 
-def _is_not_bf16(name: str, config: Any) -> bool:
-    return getattr(config, name, "bf16") != "bf16"
-
-
 UNSUPPORTED = (
     Unsupported(
         "cuda_graph_impl",
         "it would capture the exchange of a whole MoE layer, which has not been tested on a GPU; "
         "name the modules to capture in cuda_graph_modules and leave 'moe' out",
         _graphs_whole_exchange,
-    ),
-    *(
-        Unsupported(
-            name,
-            "it quantizes what the NCCL EP backend of the flex dispatcher sends; here rows and "
-            "gradients keep their dtype",
-            partial(_is_not_bf16, name),
-        )
-        for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
     ),
     Unsupported(
         "overlap_dispatch_backward_with_experts_wgrad",
@@ -169,11 +152,6 @@ UNSUPPORTED_WITH_OVERLAP = (
         "chunks, and would wait for each other for ever",
         _gathers_experts,
     ),
-    Unsupported(
-        "moe_use_grouped_tensor",
-        "every chunk would be padded to 256 rows for each expert, which neither the planner's "
-        "prices nor its memory count",
-    ),
     Unsupported("use_torch_fsdp2", FREES_WEIGHTS),
     Unsupported(
         "offload_modules",
@@ -188,7 +166,6 @@ UNSUPPORTED_WITH_OVERLAP = (
         "cpu_offloading", "offloading of a whole layer's activations has not been tested with it"
     ),
     Unsupported("moe_paged_stash", "the stash expects one call of the experts in a micro-batch"),
-    Unsupported("moe_ncclep_zero_copy", "the experts would write all chunks into one buffer"),
     Unsupported(
         "log_moe_overload_factor",
         "Megatron counts the rows of a micro-batch where its experts are called once; the line "
@@ -206,6 +183,6 @@ def check_supported(config: Any) -> None:
     refused = [("moe_token_dispatcher_type='monta'", each) for each in UNSUPPORTED]
     if getattr(config, "moe_monta_overlap_experts", False):
         refused += [("moe_monta_overlap_experts", each) for each in UNSUPPORTED_WITH_OVERLAP]
-    for option, each in refused:
-        if each.is_set(config):
-            raise UserError(f"{each.setting}: not supported with {option}: {each.reason}")
+    for option, (setting, reason, condition) in refused:
+        if condition(config) if condition is not None else getattr(config, setting, False):
+            raise UserError(f"{setting}: not supported with {option}: {reason}")
