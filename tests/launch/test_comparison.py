@@ -10,13 +10,7 @@ from tuning_results import ALLGATHER, logged_result
 
 from monta_megatron.common.errors import UserError
 from monta_megatron.tools import compare as comparison
-from monta_megatron.tools.compare import (
-    ComparisonReport,
-    compare,
-    megatron_words,
-    order_of,
-    speedup,
-)
+from monta_megatron.tools.compare import ComparisonReport, compare, megatron_words, speedup
 from monta_megatron.tools.launch.run_config import from_words
 from monta_megatron.tools.training_log import TrainingLog, parse_log
 
@@ -60,7 +54,8 @@ def test_rows_leave_out_the_warm_up() -> None:
     assert row.interval is None
     # Nor do trials, in which slower candidates run too.
     stock = log_of([1, 1, 40, 50, 60], [])
-    assert compare("monta", [stock], [own], num_warmup=4).ratio == pytest.approx(3)
+    of_two = compare("monta", [stock], [own], num_warmup=4)
+    assert (of_two.ratio, of_two.max_loss_difference) == (pytest.approx(3), None)
     assert (row.max_loss_difference, row.peak_memory_bytes) == (0.5, None)
 
 
@@ -74,16 +69,6 @@ def test_the_interval_comes_from_the_pairs() -> None:
     assert interval is not None and interval[0] < 1 < 4 < interval[1]
 
 
-def test_a_log_without_losses_has_no_difference() -> None:
-    stock = log_of([9, 9, 9], [1.0])
-    assert compare("monta", [stock], [log_of([9, 9, 9], [])]).max_loss_difference is None
-
-
-def test_each_dispatcher_is_first_in_turn() -> None:
-    orders = [order_of(pair, ("monta", "alltoall")) for pair in range(3)]
-    assert orders == [("monta", "alltoall"), ("alltoall", "monta"), ("monta", "alltoall")]
-
-
 def test_arguments_of_a_training() -> None:
     given = "--lr 1 --save there --async-save --moe-monta-num-chunks 2 --log-interval=5"
     arguments = from_words(megatron_words(given.split(), "monta", 20))
@@ -95,11 +80,8 @@ def test_arguments_of_a_training() -> None:
         # Taken back from the run file.
         **dict.fromkeys(checkpoints, False),
     }
-
-
-def test_a_tuning_that_is_asked_for_stays() -> None:
-    arguments = from_words(megatron_words(["--moe-monta-tune-steps", "6"], "monta", 20))
-    assert arguments["moe-monta-tune-steps"] == "6"
+    tuned = from_words(megatron_words(["--moe-monta-tune-steps", "6"], "monta", 20))
+    assert tuned["moe-monta-tune-steps"] == "6"
 
 
 @pytest.mark.parametrize("tune_steps", [0, 6])
@@ -116,20 +98,22 @@ def test_what_is_complete_survives_a_training_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(file: str, words: object, num_warmup: int, folder: Path, *_: object) -> TrainingLog:
+        started.append(folder.name)
         folder.mkdir(parents=True)
-        if folder.name == "monta-2":
+        if folder.name in ("flex-2", "monta-3"):
             raise UserError("no memory")
         return log_of([9, 9, 9], [1.0])
 
     monkeypatch.setattr(comparison, "train", train)
-    monkeypatch.setattr(comparison, "find_spec", lambda name: None)
-    told: list[str] = []
+    monkeypatch.setattr(comparison, "find_spec", lambda name: name == "deep_ep")
+    started, told = list[str](), list[str]()
     flags: dict[str, Any] = {"iterations": 3, "pairs": 3, "directory": tmp_path, "force": False}
     with pytest.raises(UserError, match="no memory"):
         comparison.run_trainings("quickstart", [], **flags, tell=told.append)
-    assert told == ["compare.json has 1 pair of 3"]
-    rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
-    assert [(row["dispatcher"], row["trainings_ms"]) for row in rows] == [
-        ("monta", [9]),
-        ("alltoall", [9]),
-    ]
+    assert told == ["compare.json has 1 pair of 3", "compare.json has 2 pairs of 3"]
+    document = json.loads((tmp_path / "compare.json").read_text())
+    times_ms = {row["dispatcher"]: row["trainings_ms"] for row in document["rows"]}
+    assert times_ms == {"monta": [9, 9], "alltoall": [9, 9], "flex": [9]}
+    assert document["left_out"] == {"flex": "no memory"}
+    # Each is first in every other pair.
+    assert " ".join(started) == "monta-1 alltoall-1 flex-1 flex-2 alltoall-2 monta-2 monta-3"

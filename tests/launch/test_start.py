@@ -57,9 +57,12 @@ def test_what_megatron_refuses_starts_nothing_unless_forced(
     status, script, said = monta("launch", QUICKSTART, "--dry-run", "--force", *short)
     assert status == 0 and "--max-position-embeddings 64" in script
     assert "note: Megatron refuses this" in said
-    line = monta.refusal("compare", QUICKSTART, "--", "--no-such-argument", "1")
-    assert "no-such-argument" in line
+    unknown = ("--", "--no-such-argument", "1")
+    assert "no-such-argument" in monta.refusal("compare", QUICKSTART, *unknown)
     assert list(tmp_path.iterdir()) == []
+    in_a_container = edited(tmp_path, ("slurm", {"container": {"image": "a.sif"}}))
+    _, _, said = monta("launch", in_a_container, "--dry-run", "--force", *unknown)
+    assert "if ranks are as here: --no-such-argument: no argument of Megatron" in said
 
 
 # One rank fails, the other would go on.

@@ -10,8 +10,8 @@ import yaml
 from commands import needs_training
 from interrupts import processes_with
 from slurm_cluster import JOB_LIMIT_S, Cluster
-from test_start_script import FIRST, PLACES
-from tuning_results import ALLTOALL, logged_result
+from test_start_script import PLACES
+from tuning_results import ALLTOALL, logged_windows
 
 from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
 from monta_megatron.planner.cluster_file import load_cluster
@@ -66,8 +66,7 @@ def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
     assert len(losses(whole)) == ITERATIONS
 
     # Step 2: by run.sh, with what Slurm sends to the batch script near the time limit.
-    windows = [*FIRST, ((0, 1), 1000, ALLTOALL), ((2, 3), 1001, ALLTOALL)]
-    says = "|".join(logged_result(*window) for window in windows)
+    says = "|".join(logged_windows(2 * [ALLTOALL]))
     run = {
         **{"name": "parts", "script": str(Path(__file__).with_name("pausing_train.py"))},
         **{"layout": {"nodes": 2, "ranks_per_node": 2}, "megatron": {}},

@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import golden
 import pytest
 import rank_programs
 from free_ports import free_ports
-from tuning_results import ALLGATHER, ALLTOALL, logged_result
+from tuning_results import ALLGATHER, ALLTOALL, logged_windows
 
 from monta_megatron.core import Choice
+from monta_megatron.integration.options import Options
+from monta_megatron.tools.launch.run_config import from_words
 from monta_megatron.tools.launch.start import START
 
 LIMIT_S = 60
@@ -67,49 +70,50 @@ def test_bad_arguments() -> None:
     golden.check_cases(Path(__file__).with_name("bad_arguments.txt"), answer)
 
 
-# What the batch script of a job calls; srun prints the words of the training script.
-STAND_INS = {
-    "scontrol": """#!/bin/bash
-case $2 in
-    job) echo "   StdOut=$LOG" ;;
-    hostnames) echo localhost ;;
-esac
-""",
-    "srun": """#!/bin/bash
-while [[ $1 != train.py ]]; do shift; done
-echo "$@"
-""",
+# A requeued job; bash takes functions from its environment. srun prints words and our variables.
+JOB = {
+    **{"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"},
+    **{"SLURM_RESTART_COUNT": "1", "MOE_MONTA_TUNE_STEPS": "48"},
+    "BASH_FUNC_scontrol%%": """() {
+        case $2 in
+            job) echo "   StdOut=$LOG" ;;
+            hostnames) echo localhost ;;
+        esac
+    }""",
+    "BASH_FUNC_srun%%": """() {
+        while [[ $1 != train.py ]]; do shift; done
+        echo "$@" ${!MOE_MONTA_*}
+    }""",
 }
-# Windows of two pipeline stages: ranks, first step, winner.
-FIRST = [((0, 1), 0, ALLGATHER), ((2, 3), 0, ALLGATHER)]
 
 
 @pytest.mark.parametrize(
-    ("windows", "pinned"),
+    ("given", "seconds", "winner"),
     [
-        ([*FIRST, ((0, 1), 1000, ALLTOALL), ((2, 3), 1001, ALLTOALL)], ALLTOALL.flags),
-        ([*FIRST, ((0, 1), 1000, ALLTOALL), ((2, 3), 1001, ALLGATHER)], ""),
-        ([*FIRST, ((0, 1), 1000, ALLTOALL)], ""),
-        (FIRST, ""),
+        ("", 2 * [ALLTOALL], ALLTOALL),
+        ("--moe-monta-chain auto --moe-monta-tune-steps 48 ", 2 * [ALLTOALL], ALLTOALL),
+        ("--moe-monta-overlap-experts --moe-monta-tune-steps=48 ", 2 * [ALLTOALL], ALLTOALL),
+        ("--moe-monta-overlap-experts --moe-monta-num-chunks=4 ", 2 * [ALLGATHER], ALLGATHER),
+        ("--moe-monta-overlap-experts ", [ALLTOALL, ALLGATHER], None),
+        ("", [ALLTOALL], None),
+        ("", [], None),
     ],
-    ids=["one winner", "stages differ", "a stage has none", "no second window"],
 )
 def test_flags_of_a_requeued_job(
-    tmp_path: Path, windows: list[tuple[tuple[int, int], int, Choice]], pinned: str
+    tmp_path: Path, given: str, seconds: list[Choice], winner: Choice | None
 ) -> None:
-    """From the lines that a training logs."""
-    for name, text in STAND_INS.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    """Pinned if the second windows of all stages, as a training logs them, have one winner."""
     log = tmp_path / "7.log"
-    log.write_text("".join(f"{logged_result(*window)}\n" for window in windows))
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    command = "--ranks-per-node 2 -- train.py --lr 1"
-    requeued = start(command, PATH=path, LOG=str(log), SLURM_RESTART_COUNT="1", **job)
+    log.write_text("\n".join([*logged_windows(seconds), ""]))
+    requeued = start(f"--ranks-per-node 2 -- train.py {given}--lr 1", **JOB, LOG=str(log))
     words, said = requeued.communicate(timeout=LIMIT_S)
-    assert words == f"train.py --lr 1 {pinned}".rstrip() + "\n"
-    told = f"pinned by the second tuning windows: {pinned}"
-    if not pinned:
+    if winner is None:
         told = f"no flags are pinned: no second tuning windows with one winner in {log}"
+        assert words == f"train.py {given}--lr 1 MOE_MONTA_TUNE_STEPS\n"
+    else:
+        told = f"pinned by the second tuning windows: {winner.flags}"
+        assert words == f"train.py --lr 1 {winner.flags}\n"
+        values = {name.replace("-", "_"): v for name, v in from_words(words.split()[1:]).items()}
+        values["moe_monta_num_chunks"] = int(values["moe_monta_num_chunks"])
+        assert Options.of(SimpleNamespace(**values)).overlap_experts == winner.splits_experts
     assert said == f"start.sh: {told}\n"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from monta_megatron.core import Choice
 from monta_megatron.integration.auto import result_line
-from monta_megatron.planner.tuning import TuningWindow, Workload
+from monta_megatron.planner.tuning import STEPS_TO_SECOND, TuningWindow, Workload
 
 ALLTOALL, ALLGATHER = (Choice(chain=name, num_chunks=1) for name in ("alltoall", "allgather"))
 
@@ -18,3 +18,11 @@ def logged_result(ranks: Sequence[int], first: int, winner: Choice) -> str:
         window.add_trial(step, workload)
         window.add_time(step, 9_000 if window.candidate_of(step) == winner else 10_000)
     return f"monta: {result_line(ranks, window.result, 1.25)}"
+
+
+def logged_windows(seconds: Sequence[Choice]) -> list[str]:
+    """Lines of two pipeline stages: first windows, late, and second ones with these winners."""
+    stages = (0, 1), (2, 3)
+    firsts = [(stages[0], 0, ALLGATHER), (stages[1], STEPS_TO_SECOND - 1, ALLGATHER)]
+    later = zip(stages, (STEPS_TO_SECOND, STEPS_TO_SECOND + 1), seconds, strict=False)
+    return [logged_result(*window) for window in (*firsts, *later)]

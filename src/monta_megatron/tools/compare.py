@@ -76,9 +76,10 @@ def compare(
 
     Args:
         dispatcher: its name.
-        stock, own: logs of stock's trainings, and of this dispatcher's.
+        stock, own: logs of stock's trainings, and of this dispatcher's in its first pairs or all.
         num_warmup: first iterations of each training, which are not timed.
     """
+    stock = stock[: len(own)]
     stock_ms, times_ms = ([log.iteration_ms(num_warmup) for log in logs] for logs in (stock, own))
     ratio, interval = (1.0, None) if dispatcher == STOCK else speedup(stock_ms, times_ms)
     losses = ((log.losses.get(n), loss) for log in own for n, loss in stock[0].losses.items())
@@ -149,9 +150,9 @@ def run_trainings(
     directory = free_directory(f"{config.name}-compare", directory)
 
     # Step 2: train, and compare after each pair: a later failure loses nothing of it. A backend of
-    # flex may be installed and not run here.
+    # flex may be installed and not run here; in a container only its training can tell.
     left_out = {}
-    if not any(map(find_spec, FLEX_PACKAGES)):
+    if config.slurm.container is None and not any(map(find_spec, FLEX_PACKAGES)):
         left_out[FLEX] = f"none of its backends is installed ({', '.join(FLEX_PACKAGES)})"
     logs: dict[str, list[TrainingLog]] = {}
     for pair in range(pairs):
@@ -167,7 +168,6 @@ def run_trainings(
                 if dispatcher != FLEX:
                     raise
                 left_out[FLEX] = str(error)
-                logs.pop(FLEX, None)
         report = ComparisonReport(
             rows=[compare(name, logs[STOCK], own, num_warmup) for name, own in logs.items()],
             left_out=left_out,
@@ -236,7 +236,7 @@ class ComparisonReport:
 
     Attributes:
         rows: a row for each dispatcher.
-        left_out: dispatcher -> why it is not compared.
+        left_out: dispatcher -> why it is not compared, or not in all pairs.
         tune_steps: iterations in which auto tries its candidates; 0: it runs the planner's pick.
         directory: folder of the run directories, DISPATCHER-PAIR.
     """

@@ -102,10 +102,10 @@ def draw_timeline(report: TimelineReport, path: Path) -> None:
     """
     from matplotlib.patches import Patch
 
-    rows = [report.trace.rows[name] for name in report.drawn]
-    length_us = max(map(total_us, rows))
+    length_us = max(report.drawn_us.values())
     panels = []
-    for name, row in zip(report.drawn, rows, strict=True):
+    for name in report.drawn_us:
+        row = report.trace.rows[name]
         spans = [span for span in row if span.rank == 0 and span.resource != "pass"]
         panels.append(Panel(name, spans, min(span.start_us for span in row), length_us))
     colours, pass_name = colours_of(spans), spans[0].pass_name

@@ -24,7 +24,7 @@ import numpy as np
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import write_whole
 from monta_megatron.common.rules import require
-from monta_megatron.common.text import Progress, table
+from monta_megatron.common.text import Progress, counted, table
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import (
     ParallelLayout,
@@ -34,6 +34,7 @@ from monta_megatron.planner.layout import (
 )
 from monta_megatron.planner.model import Model, load_model
 from monta_megatron.tools.placement import (
+    MAX_LOAD,
     RoutingMap,
     busiest_load,
     copies_per_token,
@@ -81,13 +82,19 @@ class PlacementReport:
 
     @property
     def refused(self) -> str | None:
-        """Why the placement is not written; None if it gains enough."""
-        if self.gain_pct >= LEAST_GAIN_PCT:
-            return None
-        return (
-            f"held-out tokens need {self.gain_pct:.1f}% fewer copies, must be at least "
-            f"{LEAST_GAIN_PCT:g}%: these experts hardly cluster"
-        )
+        """Why the placement is not written; None if it gains enough, at about today's load."""
+        if self.gain_pct < LEAST_GAIN_PCT:
+            return (
+                f"held-out tokens need {self.gain_pct:.1f}% fewer copies, must be at least "
+                f"{LEAST_GAIN_PCT:g}%: these experts hardly cluster"
+            )
+        rises = [layer["after"]["load"] / layer["before"]["load"] for layer in self.layers.values()]
+        if mean(rises) > MAX_LOAD:
+            return (
+                f"held-out tokens load the busiest rank {mean(rises):.2f} times as much as today, "
+                f"must be at most {MAX_LOAD:g}: trace more steps"
+            )
+        return None
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
@@ -198,7 +205,7 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
     Raises:
         UserError: one line that names the folder or the file, the value and the rule.
     """
-    # Step 1: the files, whose ranks are in the order of the stages.
+    # Step 1: the files. Ranks are in the order of the stages, each of which has as many.
     prefix = "router_trace_rank"
     paths = {int(path.stem[len(prefix) :]): path for path in folder.glob(f"{prefix}*.jsonl")}
     if not paths:
@@ -206,16 +213,18 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
             f"{folder}: must be a folder with {prefix}*.jsonl, which Megatron writes with "
             "--moe-routing-trace-path"
         )
-
-    # Step 2: tokens of each layer, from all ranks of its stage.
     num_ranks, stages = max(paths) + 1, stages_of(model, pp)
     require(len(stages) == pp, "--pp", pp, f"leave each stage one of {model.num_layers} layers")
+    if pp > 1 and (len(paths) < num_ranks or num_ranks % pp):
+        files = f"{counted(len(paths), 'file')}, the last one of rank {num_ranks - 1}"
+        raise UserError(f"{folder}: got {files}, must be those of all ranks of --pp {pp} stages")
+
+    # Step 2: tokens of each layer, from all ranks of its stage.
     least_tokens = math.ceil(LEAST_CHOICES * model.num_experts / model.moe_router_topk)
-    tokens_of_file = math.ceil(max(MOST_TOKENS, least_tokens) * pp / num_ranks)
+    tokens_of_file = math.ceil(max(MOST_TOKENS, least_tokens) * pp / len(paths))
     rows: dict[int, list[RoutingMap]] = defaultdict(list)
     for rank, path in sorted(paths.items()):
         stage = stages[rank * pp // num_ranks]
-        first = stage.start
         expected = [n for n, has_experts in enumerate(model.moe_layers[stage]) if has_experts]
         by_layer = _read_file(path, model, tokens_of_file)
         if sorted(by_layer) != expected:
@@ -224,7 +233,7 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
                 f"{model.name} with experts at --pp {pp}, which must be the traced training's"
             )
         for layer, routing_NE in by_layer.items():
-            rows[first + layer].append(routing_NE)
+            rows[stage.start + layer].append(routing_NE)
 
     # Step 3: split.
     num_tokens = min(sum(map(len, parts)) for parts in rows.values())

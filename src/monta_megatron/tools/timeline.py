@@ -77,25 +77,21 @@ class TimelineReport:
     picture: Path | None = None
 
     @property
-    def drawn(self) -> list[str]:
-        """Names of the rows in the picture, from above."""
-        return [name for name in (STOCK, self.ours) if name in self.trace.rows]
-
-    @property
-    def drawn_us(self) -> list[float]:
-        """Time of each of them."""
-        return [total_us(self.trace.rows[name]) for name in self.drawn]
+    def drawn_us(self) -> dict[str, float]:
+        """Names of the rows in the picture, from above -> their times."""
+        names = [name for name in (STOCK, self.ours) if name in self.trace.rows]
+        return {name: total_us(self.trace.rows[name]) for name in names}
 
     @property
     def ratio(self) -> float | None:
         """Speedup of ours over stock; None without stock."""
-        *stock_us, ours_us = self.drawn_us
+        *stock_us, ours_us = self.drawn_us.values()
         return stock_us[0] / ours_us if stock_us else None
 
     @property
     def headline(self) -> str:
         """The result in a line."""
-        *stock_us, ours_us = self.drawn_us
+        *stock_us, ours_us = self.drawn_us.values()
         if not stock_us:
             return f"{self.ours}: {time_text(ours_us)}"
         return (
@@ -108,7 +104,7 @@ class TimelineReport:
         return {
             "title": self.trace.title,
             "ratio_to_alltoall": self.ratio,
-            "drawn": self.drawn,
+            "drawn": list(self.drawn_us),
             "rows": [{"name": name, **overlap_of(row)} for name, row in self.trace.rows.items()],
             "picture": None if self.picture is None else str(self.picture),
         }

@@ -50,6 +50,9 @@ def test_a_placement_is_written(tmp_path: Path, words: list[object], monta: Mont
     loads = [layer["after"]["load"] for layer in document["layers"].values()]
     assert max(loads) < 1.25, "1.1 for the tokens that it was made from"
     assert monta.refusal(*words) == f"monta place: --out: got {out}, must not exist"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("monta_megatron.tools.place.MAX_LOAD", 0.5)
+        assert "as much as today, must be at most 0.5" in monta(*words[:-2])[1]
 
 
 def test_uniform_traces_have_no_placement(

@@ -62,6 +62,8 @@ def test_every_stage_counts_its_layers_from_0(tmp_path: Path, model: Model) -> N
     assert list(layers) == [1]
     with pytest.raises(ValueError, match=r"rank0.*got layers \[\], must be \[0, 1\].*--pp 1"):
         read_trace(tmp_path, model, 1)
+    (tmp_path / "router_trace_rank1.jsonl").unlink()
+    assert "got 3 files, the last one of rank 3" in golden.refusal(read_trace, tmp_path, model, 2)
 
 
 def test_the_rest_of_a_long_trace_is_not_read(

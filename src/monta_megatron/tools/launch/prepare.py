@@ -10,10 +10,10 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from monta_megatron.chains import CHAINS, chunks_of
+from monta_megatron.chains import CHAINS, check_chain, chunks_of
 from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.text import counted, one_of
+from monta_megatron.common.text import counted
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.model import Reader, model_of
@@ -187,11 +187,10 @@ def _candidates(read: Reader) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The chains and numbers of chunks that the run can choose from."""
     name = "moe-monta-num-chunks"
     num_chunks = read.optional(name)
-    chain, known = read.value("moe-monta-chain") or AUTO, (AUTO, *CHAINS)
+    chain = read.value("moe-monta-chain") or AUTO
+    check_chain(chain, "--moe-monta-chain", also=(AUTO,))
     if chain == AUTO:
         return tuple(CHAINS), NUM_CHUNKS if num_chunks is None else (num_chunks,)
-    if chain not in known:
-        raise UserError(f"--moe-monta-chain: got {chain}, must be {one_of(chain, known)}")
     return (chain,), (chunks_of(CHAINS[chain], num_chunks, f"--{name}"),)
 
 
@@ -257,20 +256,21 @@ def checked(run: Run, force: bool = False) -> Run:
 
     Args:
         run: the run.
-        force: go on where Megatron's validation refuses the arguments taken together.
+        force: go on where Megatron refuses the arguments together, or one that a container gets.
 
     Raises:
         UserError: Megatron refuses an argument, named with the nearest one that exists, or all of
             them together.
     """
     answer = _ask(run)
-    if answer.problem is not None:
+    # A container may have another Megatron.
+    if answer.problem is not None and run.config.slurm.container is None:
         raise UserError(answer.problem)
     notes = list(run.notes)
     if answer.unchecked is not None:
         notes.append(f"not checked: {answer.unchecked}")
-    if answer.refusal is not None:
-        refusal = f"Megatron refuses this, if ranks are as here: {answer.refusal}"
+    if refused := answer.problem or answer.refusal:
+        refusal = f"Megatron refuses this, if ranks are as here: {refused}"
         if not force:
             raise UserError(f"{refusal}; --force goes on where the ranks are not as here")
         notes.append(refusal)

@@ -151,11 +151,6 @@ def key_of(name: str) -> str:
     return name.replace("_", "-")
 
 
-def from_mapping(mapping: Mapping[str, Any]) -> Arguments:
-    """The arguments of a section of a file."""
-    return {key_of(name): value for name, value in mapping.items()}
-
-
 def from_words(words: Sequence[str]) -> Arguments:
     """The arguments of a command line; `--name false` leaves out one of the file.
 
@@ -217,7 +212,8 @@ def merge(
     # Step 2: all of Megatron's.
     of_model, notes = ({}, ()) if config.model is None else load_arguments(config.model)
     defaults = {DISPATCHER: DISPATCHER_TYPE, CLUSTER: config.cluster or False}
-    arguments = from_mapping(of_model) | defaults | from_mapping(config.megatron) | given
+    sources = (of_model, defaults, config.megatron, given)
+    arguments: Arguments = {key_of(n): value for each in sources for n, value in each.items()}
     arguments = {name: value for name, value in arguments.items() if value is not False}
     # Stock's dispatchers refuse our options; so one file serves to compare with them.
     if arguments.get(DISPATCHER) != DISPATCHER_TYPE:

@@ -85,8 +85,7 @@ def _container_options(run: Run) -> list[str]:
         return []
     mounts = (f"{run.directory}:{run.directory}", *container.mounts)
     workdir = () if container.workdir is None else ("--container-workdir", container.workdir)
-    image = ("--container-image", container.image)
-    return [*image, "--container-mounts", ",".join(mounts), *workdir]
+    return ["--container-image", container.image, "--container-mounts", ",".join(mounts), *workdir]
 
 
 def sbatch_options(run: Run) -> list[str]:

@@ -118,7 +118,7 @@ end_ranks() {
 }
 
 # pinned_flags LOG: print the flags that the second tuning window of every exchange has pinned, if
-# they are the same. A second window opens 1,000 steps after the first.
+# they are the same. The second window opens STEPS_TO_SECOND (planner/tuning.py) after the first.
 pinned_flags() {
     awk '
         /auto, ranks [0-9, ]*: .* wins with / {
@@ -141,14 +141,32 @@ pinned_flags() {
     ' "$1"
 }
 
+# without_choice WORD...: set `words` to the words without the options that pinned flags replace.
+without_choice() {
+    words=()
+    while (($# > 0)); do
+        case $1 in
+            --moe-monta-chain | --moe-monta-num-chunks | --moe-monta-tune-steps) shift ;;
+            --moe-monta-chain=* | --moe-monta-num-chunks=* | --moe-monta-tune-steps=*) ;;
+            --moe-monta-overlap-experts) ;;
+            *) words+=("$1") ;;
+        esac
+        shift
+    done
+}
+
 in_job() {
     nodes=${nodes:-$SLURM_JOB_NUM_NODES}
-    local requeue=no status=0 log pinned=()
+    local requeue=no status=0 log pinned=() words=("$@")
     if ((${SLURM_RESTART_COUNT:-0} > 0)); then
         log=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
         read -ra pinned < <(pinned_flags "$log") || true
         if ((${#pinned[@]} > 0)); then
             say "pinned by the second tuning windows: ${pinned[*]}"
+            # A named chain has no trials; its experts are split only where the winner's were.
+            without_choice "$@"
+            unset MOE_MONTA_TUNE_STEPS MOE_MONTA_OVERLAP_EXPERTS
+            words+=("${pinned[@]}")
         else
             say "no flags are pinned: no second tuning windows with one winner in $log"
         fi
@@ -160,7 +178,7 @@ in_job() {
     # On some clusters a job passes nothing of its environment to its steps unless it says so.
     srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --cpu-bind none --kill-on-bad-exit \
         --export ALL "${pyxis[@]}" "${apptainer[@]}" bash -c "$(<"$0")" \
-        start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "$@" "${pinned[@]}" &
+        start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "${words[@]}" &
     child=$!
     trap 'requeue=yes; signal USR1 "$child"' USR1
     trap 'signal TERM "$child"' TERM INT
