@@ -28,7 +28,7 @@ from monta_megatron.planner.schedule import Task, simulate
 
 # 2 nodes of 4 ranks.
 LAYOUT = Layout(ep=8, etp=1, num_local_experts=1, rank=0, nodes=(0, 0, 0, 0, 1, 1, 1, 1))
-LAUNCH_US, COUNTING_US = 20.0, 300.0
+LAUNCH_US, PEER_US, COUNTING_US = 20.0, 3.0, 300.0
 
 
 def planted_us(point: Point) -> float:
@@ -45,7 +45,8 @@ def samples_of(points: list[Point]) -> Samples:
     """
     us_of = {PASSES: 4 * 240.0 + 4 * 2 + 10 * 10, CHUNKED_PASSES: 4 * 240.0 + 64 * 2 + 152 * 10}
     planted = {task: Sample(us + COUNTING_US, COUNTING_US) for task, us in us_of.items()}
-    planted |= {point: Sample(planted_us(point), LAUNCH_US) for point in points}
+    start_us = {point: LAUNCH_US + PEER_US * (point.group_size - 1) for point in points}
+    planted |= {point: Sample(planted_us(point), start_us[point]) for point in points}
     return {
         task: [Sample(us * noise, launch_us * noise) for noise in (30.0, 1.0, 0.1)]
         for task, (us, launch_us) in planted.items()
@@ -87,10 +88,11 @@ def test_host_time_of_cpu_ranks_is_not_counted_twice() -> None:
     samples = samples_of(points)
     host = fit_host_costs(samples, "host", source="by hand")
     for curve in fit_curves(points, samples, "host", host):
-        less_us = host.collective_us if curve.resource != "memory" else 0.0
+        less_us = LAUNCH_US + PEER_US * (curve.group_size - 1) if curve.resource != "memory" else 0
         expected = [round(100 + size / 1e2 - less_us, 1) for size in curve.sizes_bytes]
         assert list(curve.times_us) == pytest.approx(expected)
-    assert (host.collective_us, host.operation_us) == (LAUNCH_US, 0.0)
+    assert (host.collective_us, host.collective_peer_us) == (LAUNCH_US, PEER_US)
+    assert host.operation_us == 0
     assert (host.stage_us, host.pass_us) == (2, 240)
     assert (host.counts_us, host.counts_to_host_us) == (COUNTING_US, 0)
 
@@ -99,7 +101,7 @@ def test_host_time_of_a_gpu_s_operations() -> None:
     """A copy is an allocation and a launch; a collective allocates and calls NCCL."""
     samples = samples_of(points_of(LAYOUT, "cuda"))
     host = fit_host_costs(samples, "fused", source="by hand")
-    assert (host.operation_us, host.collective_us) == (10, 10)
+    assert (host.operation_us, host.collective_us, host.collective_peer_us) == (10, 10, PEER_US)
     assert (host.counts_us, host.counts_to_host_us) == (COUNTING_US - 10 * 10, 20)
 
 

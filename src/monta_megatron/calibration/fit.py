@@ -1,6 +1,6 @@
 """From samples to the costs of a cluster: curves, host costs, contention. No torch."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
 from statistics import median
 from typing import TypeAlias
@@ -34,7 +34,8 @@ def fit_curves(
         times_us = [median(sample.us for sample in samples[point]) for point in sizes]
         # Others on a machine only make runs longer: a size takes no longer than a larger one.
         times_us = list(accumulate(reversed(times_us), min))[::-1]
-        less_us = host.collective_us if policy == "host" and operation in COLLECTIVES else 0.0
+        start_us = host.collective_us + host.collective_peer_us * (group_size - 1)
+        less_us = start_us if policy == "host" and operation in COLLECTIVES else 0.0
         curves.append(
             Curve(
                 operation=operation,
@@ -51,8 +52,8 @@ def fit_curves(
 def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:
     """Host time to start operations, to count and bind, and around the stages of a pass.
 
-    A difference that noise makes negative counts as 0. Not measured are `collective_peer_us` and
-    `stock_counts_us`, which keep the reference's.
+    A difference that noise makes negative counts as 0. Not measured is `stock_counts_us`, which
+    keeps the reference's. Groups of one size do not tell a peer's share, which is then 0.
 
     Args:
         samples: of each task.
@@ -60,9 +61,12 @@ def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:
         source: of the samples.
     """
     # A copy is an allocation and a launch; a collective allocates what it receives.
-    enqueue_us = least_start_us(samples, ("copy",)) / 2
+    enqueue_us = min(least_start_us(samples, "copy").values()) / 2
     operation_us = 0.0 if policy == "host" else enqueue_us
-    collective_us = least_start_us(samples, COLLECTIVES) - operation_us
+    starts_us = least_start_us(samples, "alltoall")
+    (fewest, least_us), (most, most_us) = min(starts_us.items()), max(starts_us.items())
+    peer_us = max(most_us - least_us, 0.0) / max(most - fewest, 1)
+    collective_us = least_us - peer_us * (fewest - 1) - operation_us
     counts_us = median(sample.launch_us for sample in samples[tasks.PASSES])
     counts_us -= operation_us * num_host_operations("count", DISPATCH, tasks.HOST_ROW, policy)
     numbers, times_us = [], []
@@ -75,6 +79,7 @@ def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:
     pass_us = (times_us[0] - numbers[0] * stage_us) / len(FORWARD_BACKWARD)
     return HostCosts(
         collective_us=round(max(collective_us, 0.0), 2),
+        collective_peer_us=round(peer_us, 2),
         operation_us=round(operation_us, 2),
         # A copy and a wait.
         counts_to_host_us=round(2 * operation_us, 2),
@@ -85,13 +90,14 @@ def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:
     )
 
 
-def least_start_us(samples: Samples, operations: Collection[str]) -> float:
-    """The least host time to start one of these operations, of any size and group."""
-    return min(
-        median(sample.launch_us for sample in runs)
-        for point, runs in samples.items()
-        if isinstance(point, Point) and point.operation in operations
-    )
+def least_start_us(samples: Samples, operation: str) -> dict[int, float]:
+    """Group size -> the least host time to start an operation of any number of bytes."""
+    starts_us: dict[int, float] = {}
+    for point, runs in samples.items():
+        if isinstance(point, Point) and point.operation == operation:
+            us = median(sample.launch_us for sample in runs)
+            starts_us[point.group_size] = min(us, starts_us.get(point.group_size, us))
+    return starts_us
 
 
 def fit_contention(excesses: Mapping[Pair, Sequence[Sequence[float]]]) -> tuple[Contention, ...]:

@@ -49,7 +49,6 @@ class Planner:
     cluster: Cluster | None = None
     # By half octave of tokens.
     _selections: "dict[int, Selection]" = field(default_factory=dict)
-    _picks: dict[int, tuple[Choice, str]] = field(default_factory=dict)
 
     @property
     def fixed(self) -> Choice | None:
@@ -64,11 +63,6 @@ class Planner:
     def pick(self, tokens: int) -> tuple[Choice, str]:
         """The planner's own choice for at most so many tokens per rank, and the reason."""
         tokens = half_octave(tokens)
-        if tokens not in self._picks:
-            self._picks[tokens] = self._find_pick(tokens)
-        return self._picks[tokens]
-
-    def _find_pick(self, tokens: int) -> tuple[Choice, str]:
         selection = self.selection(tokens)
         allowed = self._allowed(selection)
         price, reason = selection.price, selection.reason

@@ -11,6 +11,7 @@ Notation: H = hidden size, L = layers.
 """
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -24,7 +25,6 @@ from monta_megatron.common.errors import UserError
 OTHER_KEYS = ("source", "not_expressed")
 BATCH = ("seq-length", "micro-batch-size")
 GATED = ("swiglu", "geglu", "quick-geglu", "bias-swiglu", "squared-swiglu")
-PROB_BYTES = {"fp32": 4, "fp64": 8, "torch.float32": 4, "torch.float64": 8}
 # Symbols of a hybrid pattern: mamba, attention, feed-forward layer, experts, gated delta net.
 HYBRID_PATTERNS = ("hybrid-layer-pattern", "hybrid-override-pattern")
 HYBRID_SYMBOLS, EXPERTS_SYMBOL = set("M*-EGD+"), "E"
@@ -47,6 +47,7 @@ class Model:
         micro_batch_size: sequences per micro-batch.
         value_bytes: bytes of one hidden value.
         prob_bytes: bytes of one routing probability.
+        state_bytes: bytes of a parameter's weight, gradient, and optimizer state.
         moe_router_num_groups: expert groups of a group-limited router, or None.
         moe_router_group_topk: groups that a token may use, or None.
         vocab_size: entries of the vocabulary, 0 where that is not known.
@@ -71,6 +72,7 @@ class Model:
     micro_batch_size: int
     value_bytes: int
     prob_bytes: int
+    state_bytes: tuple[int, int, int]
     moe_router_num_groups: int | None
     moe_router_group_topk: int | None
     vocab_size: int
@@ -80,14 +82,6 @@ class Model:
     is_tied: bool
     notes: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def num_parameters(self) -> int | None:
-        """Parameters of the whole model; None where they cannot be counted."""
-        if self.layer_parameters is None:
-            return None
-        tables = self.table_parameters * (1 if self.is_tied else 2)
-        return sum(self.layer_parameters) + sum(self.moe_layers) * self.expert_parameters + tables
 
 
 class Reader:
@@ -130,6 +124,11 @@ class Reader:
     def optional(self, name: str) -> int | None:
         """An integer >= 1, or None where it is not given."""
         return None if self.value(name) is None else self.size(name)
+
+    def bytes_of(self, name: str, default: int) -> int:
+        """Bytes of a dtype whose name ends in its bits, such as bf16 or torch.uint8."""
+        bits = re.search(r"\d+$", str(self.value(name)))
+        return int(bits[0]) // 8 if bits else default
 
     def require_spelling(self) -> None:
         """Refuse an argument whose name is nearly that of one that is read.
@@ -220,12 +219,11 @@ def model_of(
         total, chosen = groups or 0, group_topk or 0
         holds = 1 <= chosen <= total and experts % total == 0 and experts // total * chosen >= topk
         read.require(holds, "moe-router-num-groups", rule)
-    low_precision = read.flag("bf16", "fp16")
-    value_bytes = 2 if low_precision else 4
+    state_bytes = _state_bytes(read)
     row_size = read.size("moe-latent-size", hidden_size)
+    is_tied = not read.flag("untie-embeddings-and-output-weights")
     gate = 3 if read.flag(*GATED) else 2
     vocab_size = read.size("vocab-size", 0, least=0)
-    is_tied = not read.flag("untie-embeddings-and-output-weights")
     layer_parameters = _layer_parameters(read, hidden_size, layers, gate, ffn)
     read.require_spelling()
     return Model(
@@ -239,8 +237,9 @@ def model_of(
         moe_ffn_hidden_size=moe_ffn,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
-        value_bytes=value_bytes,
-        prob_bytes=PROB_BYTES.get(str(read.value("moe-router-dtype")), value_bytes),
+        value_bytes=state_bytes[0],
+        prob_bytes=read.bytes_of("moe-router-dtype", state_bytes[0]),
+        state_bytes=state_bytes,
         moe_router_num_groups=groups,
         moe_router_group_topk=group_topk,
         vocab_size=vocab_size,
@@ -251,6 +250,21 @@ def model_of(
         notes=notes,
         arguments=arguments,
     )
+
+
+def _state_bytes(read: Reader) -> tuple[int, int, int]:
+    """Bytes of a parameter, its gradient, and its master weight and two moments in Adam."""
+    names = ("main-grads", "main-params", "exp-avg", "exp-avg-sq")
+    gradient, master, *moments = (read.bytes_of(f"{name}-dtype", 4) for name in names)
+    if read.flag("bf16"):
+        gradient = 2 if read.flag("grad-reduce-in-bf16") else gradient
+        # The precision-aware optimizer stores the 16 bits that a weight in bf16 lacks.
+        master = 2 if read.flag("use-precision-aware-optimizer") else master
+    elif read.flag("fp16"):
+        gradient = 4 if read.flag("accumulate-allreduce-grads-in-fp32") else 2
+    else:
+        return 4, gradient, sum(moments)
+    return 2, gradient, master + sum(moments)
 
 
 def _layer_parameters(

@@ -239,10 +239,10 @@ class Selection:
         if price is chosen:
             return None
         if price not in self.rivals:
-            same = price.total_us, price.peak_bytes
-            plainest = next(x for x in self.rivals if (x.total_us, x.peak_bytes) == same)
+            same = price.sort_key[0], round(price.peak_bytes)
+            plainest = next(x for x in self.rivals if (x.sort_key[0], round(x.peak_bytes)) == same)
             return f"the same as {plainest.choice.name} at this layout"
-        if price.total_us == chosen.total_us:
+        if price.sort_key[0] == chosen.sort_key[0]:
             return f"as fast as {name}, which is plainer"
         if price.total_us < chosen.total_us:
             faster = percent(chosen, price)
@@ -281,9 +281,9 @@ def select_chain(
         raise UserError(f"chains: none can run: {why}")
     prices.sort(key=lambda each: each.sort_key)
     # The plainest of those that do the same, in the same time, comes first.
-    unlike: dict[tuple[float, float], Price] = {}
+    unlike: dict[tuple[float, int], Price] = {}
     for each in prices:
-        unlike.setdefault((each.total_us, each.peak_bytes), each)
+        unlike.setdefault((each.sort_key[0], round(each.peak_bytes)), each)
     rivals = list(unlike.values())
     near = (each for each in rivals if each.sort_key[0] <= rivals[0].sort_key[0] * (1 + MARGIN))
     return Selection(

@@ -30,10 +30,12 @@ class TrainingMemory:
         needed_bytes: of weights, gradients, optimizer state and logits; None where the parameters
             cannot be counted.
         available_bytes: what a rank may use; None where the cluster file does not say.
+        state_bytes: as in `Model`.
     """
 
     needed_bytes: float | None
     available_bytes: float | None
+    state_bytes: tuple[int, int, int]
 
     @property
     def fits(self) -> bool:
@@ -49,9 +51,8 @@ class TrainingMemory:
         of = "a rank's memory (memory_gb_per_rank: not in the cluster file)"
         if self.available_bytes is not None:
             of = f"a rank's {size_text(self.available_bytes)}"
-        text = (
-            f"{size_text(self.needed_bytes)} of {of} for weights, gradients, optimizer and logits"
-        )
+        text = f"{size_text(self.needed_bytes)} of {of} for weights, gradients, optimizer "
+        text += "({} + {} + {} bytes) and logits".format(*self.state_bytes)
         return text if self.fits else f"{text}; does not fit with {HEADROOM:.0%} headroom"
 
     def document(self) -> dict[str, Any]:
@@ -64,8 +65,8 @@ def training_memory(
 ) -> TrainingMemory:
     """Memory of a training on a rank.
 
-    Mixed precision: weights in 16 bits and gradients in 32 on every rank; master weights and two
-    moments in 32 bits, sharded over data-parallel ranks. In fp32 there are no master weights.
+    Weights and gradients are on every rank; the optimizer's state is sharded over data-parallel
+    ranks, in the dtypes of the model's arguments.
 
     Args:
         model: the trained model.
@@ -73,29 +74,29 @@ def training_memory(
         layout: how the ranks are grouped.
         tokens: of a rank in a micro-batch.
     """
-    gbytes = cluster.memory_gb_per_rank
-    available_bytes = None if gbytes is None else gbytes * 1e9
-    if model.layer_parameters is None:
-        return TrainingMemory(needed_bytes=None, available_bytes=available_bytes)
-    held, sharded = (4 + 4, 2 * 4) if model.value_bytes == 4 else (2 + 4, 3 * 4)
+    weight, gradient, optimizer = model.state_bytes
 
     def state_bytes(parameters: int, parts: int) -> float:
         data_parallel = layout.world_size / (parts * layout.pp)
-        return parameters / parts * (held + sharded / data_parallel)
+        return parameters / parts * (weight + gradient + optimizer / data_parallel)
 
-    needed_bytes = 0.0
-    stages = stages_of(model, layout.pp)
+    needed_bytes, layers = None, model.layer_parameters or ()
+    stages = stages_of(model, layout.pp) if layers else []
     for number, stage in enumerate(stages):
         is_first, is_last = number == 0, number == len(stages) - 1
         # The last stage has the output layer, or a copy of the embedding that is its matrix.
         tables = is_first + is_last - (is_first and is_last and model.is_tied)
-        dense = sum(model.layer_parameters[stage]) + tables * model.table_parameters
+        dense = sum(layers[stage]) + tables * model.table_parameters
         experts = sum(model.moe_layers[stage]) * model.expert_parameters
         of_stage = state_bytes(dense, layout.tp) + state_bytes(experts, layout.ep * layout.etp)
         # Logits, [S * B / CP, V / TP] as they are, and in fp32 for the loss.
         of_stage += is_last * tokens * model.vocab_size * (model.value_bytes + 4)
-        needed_bytes = max(needed_bytes, of_stage)
-    return TrainingMemory(needed_bytes=needed_bytes, available_bytes=available_bytes)
+        needed_bytes = max(needed_bytes or 0.0, of_stage)
+    return TrainingMemory(
+        needed_bytes=needed_bytes,
+        available_bytes=cluster.memory_gb_per_rank and cluster.memory_gb_per_rank * 1e9,
+        state_bytes=model.state_bytes,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ def test_candidates_by_hand(case: dict[str, Any], monkeypatch: pytest.MonkeyPatc
             choice=choice,
             total_us=total_us,
             # Those that do the same have the same peak.
-            peak_bytes=peaks.get(name_of(choice), 100 + len(chain.stages) / 1e3 + num_chunks / 1e6),
+            peak_bytes=peaks.get(name_of(choice), 100 + 10 * len(chain.stages) + num_chunks),
             sort_key=(round(total_us, 1), chain.name != "alltoall", len(chain.stages), num_chunks),
             busiest=lambda: ("network", 10.0),
         )

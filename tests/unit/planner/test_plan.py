@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 from pathlib import Path
-from resource import RUSAGE_CHILDREN, getrusage
 from unittest import mock
 
 import pytest
@@ -182,25 +181,23 @@ def test_4096_ranks_are_planned_at_once(cluster: Cluster, ep: int) -> None:
     assert min(times) < 3 * 0.050
 
 
-def cpu_s(cache: Path, *command: str) -> float:
-    """The least CPU time of four new Python processes, with a cache of bytecode."""
-    times_s = []
-    for _ in range(4):
-        before_s = sum(getrusage(RUSAGE_CHILDREN)[:2])
-        run = run_python(*command, PYTHONPYCACHEPREFIX=str(cache), PYTHONDONTWRITEBYTECODE="")
-        assert run.returncode == 0, run.stderr
-        times_s.append(sum(getrusage(RUSAGE_CHILDREN)[:2]) - before_s)
-    return min(times_s)
-
-
 def test_a_plan_starts_without_torch(tmp_path: Path) -> None:
-    """At most three times as long as the two libraries that it reads and computes with."""
+    """At most five times the calls of the two libraries that it reads and computes with.
+
+    Calls are the same on a busy machine; planning alone is timed above.
+    """
+
+    def num_calls(*command: str | Path) -> int:
+        output = run_python("-m", "cProfile", *command).stdout
+        return int(output.partition(" function calls")[0].split()[-1])
+
     command = ["-m", "monta_megatron", "plan", "--model", "deepseek_v3", "--ep", "64"]
     command += ["--cluster", "h100_8x_ndr"]
     imported = run_python("-X", "importtime", *command).stderr
     assert "numpy" in imported and "torch" not in imported.replace("torch_private", "")
-    plan_s, least_s = cpu_s(tmp_path, *command), cpu_s(tmp_path, "-c", "import numpy, yaml")
-    assert plan_s <= 3 * least_s, (plan_s, least_s)
+    libraries = tmp_path / "libraries.py"
+    libraries.write_text("import numpy, yaml", encoding="utf-8")
+    assert num_calls(*command) <= 5 * num_calls(libraries)
 
 
 def test_the_exchange_on_the_most_nodes() -> None:

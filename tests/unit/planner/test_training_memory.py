@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from clusters import preset
+from clusters import num_parameters, preset
 
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import load_model
 from monta_megatron.planner.ranking import TrainingMemory, rank_layouts, training_memory
 
 QWEN = load_model("qwen3_235b_a22b")
-PARAMETERS = QWEN.num_parameters or 0
+PARAMETERS = num_parameters(QWEN) or 0
 
 
 def test_what_is_held_by_hand() -> None:
@@ -27,7 +27,7 @@ def test_what_is_held_by_hand() -> None:
         assert needed_bytes == pytest.approx(state_bytes + tokens * logits)
     # In fp32 there are no master weights: two moments of 4 bytes beside weights and gradients.
     alone = ParallelLayout(world_size=1)
-    for model, per_parameter in ((replace(QWEN, value_bytes=4), 16), (QWEN, 18)):
+    for model, per_parameter in ((replace(QWEN, state_bytes=(4, 4, 8)), 16), (QWEN, 18)):
         needed_bytes = training_memory(model, preset("h100_8x_ndr"), alone, 0).needed_bytes
         assert needed_bytes == pytest.approx(PARAMETERS * per_parameter)
 
@@ -39,7 +39,9 @@ def test_what_is_held_by_hand() -> None:
 def test_a_tenth_of_the_memory_is_left_free(
     needed_bytes: float | None, available_bytes: float | None, fits: bool
 ) -> None:
-    memory = TrainingMemory(needed_bytes=needed_bytes, available_bytes=available_bytes)
+    memory = TrainingMemory(
+        needed_bytes=needed_bytes, available_bytes=available_bytes, state_bytes=(2, 4, 12)
+    )
     assert memory.fits is fits and memory.document()["fits"] is fits
     assert ("does not fit" in memory.text) is not fits
 
