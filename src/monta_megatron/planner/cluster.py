@@ -98,7 +98,7 @@ class HostCosts:
     collective_peer_us: NonNegativeFloat = 1.4
     operation_us: NonNegativeFloat = 3.7
     counts_to_host_us: NonNegativeFloat = 18.0
-    counts_us: NonNegativeFloat = 471.0
+    counts_us: NonNegativeFloat = 315.0
     stock_counts_us: NonNegativeFloat = 30.0
     pass_us: NonNegativeFloat = 39.0
     stage_us: NonNegativeFloat = 11.5
