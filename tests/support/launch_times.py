@@ -103,7 +103,6 @@ def _no_device(kernels: str) -> Iterator[None]:
         ),
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
         mock.patch.object(executor, "streams_for", streams.CudaStreams),
-        mock.patch.object(streams, "is_kept_by_nccl", lambda: True),
         mock.patch.multiple(operations, start_all_to_all=_start, start_all_gather=_start),
         mock.patch.object(count_messages, "is_fused", lambda *_: kernels == "fused"),
         sizes_of_permutation(),

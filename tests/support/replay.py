@@ -303,7 +303,7 @@ class Replay:
     def run(self) -> None:
         """Issue all passes; nothing waits for the device."""
         # Its stand-ins for collectives may overlap.
-        kept = mock.patch.object(streams, "is_kept_by_nccl", lambda: True)
+        kept = mock.patch.object(streams, "communicators_overlap", lambda: True)
         with kept, mock.patch.object(operations, "_start", self.start):
             self._results = self._layer.run()
 

@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
                 lambda tensor, stream: self._buffer_of(tensor).recorded.add(stream),
             ),
             mock.patch.object(executor, "streams_for", self._make_streams),
-            mock.patch.object(streams, "is_kept_by_nccl", lambda: self._is_order_kept),
+            mock.patch.object(streams, "communicators_overlap", lambda: self._is_order_kept),
             mock.patch.object(streams.CudaStreams, "_latest", None),
             mock.patch.multiple(
                 operations, start_all_to_all=self._start, start_all_gather=self._start

@@ -131,8 +131,7 @@ def calibrate(
 
     # Step 3: host work, pairs, and all sizes again for as long as the budget lasts.
     pairs = tasks.choose_pairs({point: timer.samples[point][0].us for point in points})
-    overlap = communicators_overlap()
-    if not overlap:
+    if not communicators_overlap():
         pairs = [pair for pair in pairs if pair.second.resource == "memory"]
     progress.phase("more runs, by seconds", round(budget_s))
     runs = timer.run_rounds([tasks.PASSES, tasks.CHUNKED_PASSES, *pairs, *points], progress)
@@ -156,7 +155,7 @@ def calibrate(
         curves=fit_curves(points, timer.samples, policy, host),
         contention=fit_contention(timer.excesses),
     )
-    if not overlap:
+    if not communicators_overlap():
         cluster = cluster.with_links_in_turn()
     ctas = {group.name: text for group in groups.values() if (text := ctas_of(group))}
     return Calibration(cluster=cluster, runs=runs, ctas=ctas)

@@ -55,8 +55,8 @@ Starter: TypeAlias = Callable[[], Callable[[], object]]
 # More than the cache of a GPU or of a core holds.
 COLD_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 MAX_SETS = 8
-# Fills of so many bytes before the runs that a device is timed with: 2 ms at 8 TB/s.
-NUM_FILLS = 64
+# Fills of so many bytes before the runs that a device is timed with; at 8 TB/s they take 2 ms.
+NUM_FILLS, FILLS_US = 64, 2_000.0
 
 Clock: TypeAlias = Literal["device", "wall", "core"]
 
@@ -137,11 +137,14 @@ class Timer:
         else:
             clock, samples = self._clock(task), self.samples[task]
             # The very first run connects, and allocates.
-            us = (samples[-1] if samples else self._run(task, clock)).us
+            last = samples[-1] if samples else self._run(task, clock)
             begin_s = self.elapsed_s
             # Host work runs once in an exchange.
-            most = 1 if isinstance(task, Passes) else MAX_REPEATS[self.device.type]
-            samples.append(self._run(task, clock, max(min(int(RUN_US / max(us, 1.0)), most), 1)))
+            most = 1.0 if isinstance(task, Passes) else MAX_REPEATS[self.device.type]
+            if clock == "device":
+                most = min(most, FILLS_US / max(last.launch_us, 1.0))
+            repeats = max(int(min(RUN_US / max(last.us, 1.0), most)), 1)
+            samples.append(self._run(task, clock, repeats))
         self.took_s[task] = self.elapsed_s - begin_s
 
     def _clock(self, task: Task | Pair) -> Clock:

@@ -1,7 +1,8 @@
 """Uses of private names of torch.
 
 All but the patches of the CPU ranks (emulation/), which stay beside the public names that they
-patch, are in this file. tests/unit/test_torch_private.py lists the names, for every torch.
+patch, and a checkpoint's index (tools/placed_checkpoint.py) are in this file.
+tests/unit/test_torch_private.py lists the names, for every torch.
 """
 
 from collections.abc import Sequence

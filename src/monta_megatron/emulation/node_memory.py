@@ -68,8 +68,7 @@ class _Message(NamedTuple):
 _RECORD = struct.Struct("6q")
 # Thousands of records, far more than a rank sends before it waits for one.
 _PIPE_BYTES = 1 << 18
-# A block is free once all readers say so. Processors other than x86 may move that store before the
-# reads; not across a lock.
+# Processors other than x86 may move a block's release before its reads; not across a lock.
 _FENCE = Lock()
 
 

@@ -4,7 +4,7 @@ That order is the same on every rank, so communicators on a GPU cannot wait for 
 circle. NCCL has it since 2.26, off unless NCCL_LAUNCH_ORDER_IMPLICIT is 1. Below CUDA 12.3, of
 runtime or driver, it does not only order operations but runs them one after the other.
 
-Without it a chain's collectives run one after the other (`exchange.streams`), which has no circle
+Elsewhere a chain's collectives run one after the other (`exchange.streams`), which has no circle
 either, but no overlap of network and node link.
 """
 
@@ -52,16 +52,12 @@ def is_useful() -> tuple[bool, str]:
 
 
 @cache
-def is_kept_by_nccl() -> bool:
-    """Whether NCCL keeps the launch order; first asked after the variable has its last value."""
-    found = versions()
-    return found is not None and found[0] >= LEAST_NCCL and os.environ.get(VARIABLE) == "1"
-
-
-@cache
 def communicators_overlap() -> bool:
-    """Whether collectives of several groups run at once here; on CPU ranks they do."""
-    return not _has_gpu() or (is_kept_by_nccl() and is_useful()[0])
+    """Whether collectives of several groups run at once, in launch order; on CPU ranks they do.
+
+    First asked after the variable has its last value.
+    """
+    return not _has_gpu() or (is_useful()[0] and os.environ.get(VARIABLE) == "1")
 
 
 def _has_gpu() -> bool:

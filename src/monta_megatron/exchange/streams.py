@@ -1,7 +1,7 @@
 """Streams, events and the lifetime of buffers: who waits for whom.
 
-The host waits once per micro-batch, for its counts (`integration.dispatcher.waits_to_enter`), and
-enqueues everything else. On a device a pass waits in four ways:
+The host waits once per micro-batch, for its counts (`integration.dispatcher`), and enqueues
+everything else. On a device a pass waits in four ways:
 
     fork         the side streams wait for all that the caller's stream has been given
     start        a group's stream waits for the side stream from which a collective is started
@@ -38,7 +38,7 @@ pass calls `record_stream` with its caller's stream (`keep`).
 Side streams are distinct from each other and from the caller's. Groups draw theirs from the same
 torch pools, one per priority, and cannot be asked which: only a group of another priority
 (`is_high_priority_stream`) is sure to have another stream. On a shared stream some operations wait
-unnecessarily; the order stays correct. Where NCCL does not keep the launch order
+unnecessarily; the order stays correct. Where communicators do not overlap
 (`exchange.launch_order`), each collective, of any pass, also waits for the one issued before it:
 groups cannot wait for each other in a circle. Querying torch's current stream costs several times
 as much as setting it, so it is tracked here.
@@ -57,7 +57,7 @@ import torch
 
 from monta_megatron.chains.program import Operation, Policy
 from monta_megatron.exchange import errors
-from monta_megatron.exchange.launch_order import is_kept_by_nccl
+from monta_megatron.exchange.launch_order import communicators_overlap
 
 if TYPE_CHECKING:
     from monta_megatron.exchange.executor import Execution
@@ -177,9 +177,8 @@ class CudaStreams(Streams):
         self, execution: "Execution", operation: Operation, works: list[torch.distributed.Work]
     ) -> None:
         errors.device_time_limit().add(execution, operation, works)
-        if not is_kept_by_nccl():
-            # An event behind it, as works would hold their tensors beyond the pass; on a stream of
-            # no stage, whose next copy is not to wait.
+        if not communicators_overlap():
+            # An event, as works hold their tensors; on a stream of no stage, whose copies go on.
             order = _side_streams(self._device, self._caller, len(self._streams) + 1)[-1]
             with torch.cuda.stream(order):
                 for work in works:

@@ -36,7 +36,7 @@ from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import blocks_of_chunks
 from monta_megatron.exchange.streams import device_type
 from monta_megatron.integration.auto import AutoChooser, Chooser, share_chooser, shared_chooser
-from monta_megatron.integration.count_sources import CountsFromRanks
+from monta_megatron.integration.count_sources import CountsFromRanks, replaces_preprocess
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import agreed_config, planner_for
 from monta_megatron.integration.ranks import (
@@ -128,6 +128,8 @@ class LayerSetup:
         """Lines for the log: experts that are not split, a given choice, why nothing is tuned."""
         if self.options.overlap_experts and not self.planner.splits_experts:
             yield "moe_monta_overlap_experts: no layer is split: no chain of tokens can run"
+        if replaces_preprocess():
+            yield "a framework has replaced Megatron's preprocess: rows are permuted as counted"
         reasons = {
             "CUDA graphs of the preprocessing": self.captures,
             "padding to capacity": self.config.moe_pad_expert_input_to_capacity,

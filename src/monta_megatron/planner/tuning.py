@@ -141,7 +141,9 @@ class TuningWindow:
         self.measured_us = least = {each: min(of) for each, of in times.items()}
         spreads = [max(of) / min(of) for of in times.values() if len(of) > 1]
         equal = max(EQUAL, median(spreads or [EQUAL]))
-        near = [each for each in least if least[each] <= equal * min(least.values())]
+        # Plain alltoall loses only to what is faster.
+        limit = min(equal * min(least.values(), default=0), EQUAL * least.get(STOCK, inf))
+        near = [each for each in least if least[each] <= limit]
         self.best = min(
             near, key=lambda each: (round(self.candidates[each], 1), each), default=None
         )

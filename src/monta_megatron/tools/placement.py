@@ -86,10 +86,11 @@ def place_experts(
     placed_TE = routing_TE[:, order]
     fits = busiest_load(placed_TE, num_ranks) <= max(max_load, busiest_load(routing_TE, num_ranks))
     before, after = (
-        copies_per_token(map_TE, num_nodes) + copies_per_token(map_TE, num_ranks)
+        [copies_per_token(map_TE, number) for number in (num_nodes, num_ranks)]
         for map_TE in (routing_TE, placed_TE)
     )
-    return order if fits and after < before else np.arange(num_experts)
+    gains = after[0] <= before[0] and sum(after) < sum(before)
+    return order if fits and gains else np.arange(num_experts)
 
 
 def _split(routing_TE: RoutingMap, unit_size: int, num_parts: int, most_pairs: float) -> list[Ints]:

@@ -140,7 +140,7 @@ def with_candidates(bench: Bench) -> Bench:
     """Add stock's dispatchers, then ours.
 
     Raises:
-        UserError: a chain that was asked for by name cannot run here.
+        UserError: a chain that was asked for by name, or `auto` that is tuned, cannot run here.
     """
     settings = bench.settings
     candidates = [stock_candidate(bench, name) for name in settings.stock]
@@ -149,7 +149,7 @@ def with_candidates(bench: Bench) -> Bench:
         try:
             candidates.append(monta_candidate(bench, choice))
         except UserError as error:
-            if not settings.skip_incompatible:
+            if not settings.skip_incompatible or (choice is None and settings.tune_steps):
                 raise
             skipped[AUTO if choice is None else choice.chain] = str(error)
     return replace(bench, candidates=candidates, skipped=skipped)
@@ -267,7 +267,7 @@ STOCK_DISPATCHERS = {
 
 def layer_config(settings: Settings) -> Any:
     """A TransformerConfig for one such layer, with the alltoall dispatcher."""
-    dtype = getattr(torch, settings.dtype)
+    dtype, has_te = getattr(torch, settings.dtype), find_spec("transformer_engine") is not None
     return TransformerConfig(
         num_layers=1,
         hidden_size=settings.hidden,
@@ -278,7 +278,8 @@ def layer_config(settings: Settings) -> Any:
         moe_token_dispatcher_type="alltoall",
         moe_router_dtype="fp32",
         moe_router_pre_softmax=settings.top_k == 1,
-        moe_grouped_gemm=find_spec("transformer_engine") is not None,
+        moe_grouped_gemm=has_te,
+        moe_permute_fusion=has_te,
         tensor_model_parallel_size=settings.tp,
         expert_model_parallel_size=settings.ep,
         expert_tensor_parallel_size=settings.etp,

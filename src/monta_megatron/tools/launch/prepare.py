@@ -157,10 +157,12 @@ def plan_run(config: RunConfig, arguments: Arguments) -> tuple[Plan | None, tupl
 
     # Step 1: what to plan.
     read, layout = Reader(arguments, "megatron"), config.layout
-    has_kernels = arguments.get("moe-monta-kernels") != "torch"
+    cluster = load_cluster(str(arguments[CLUSTER]))
+    if arguments.get("moe-monta-kernels") == "torch":
+        cluster = cluster.with_kernels(fused=False)
     request = PlanRequest(
         model=model_of(arguments, config.name, "megatron"),
-        cluster=load_cluster(str(arguments[CLUSTER])).with_kernels(has_kernels),
+        cluster=cluster,
         ranks_per_node=layout.ranks_per_node,
         world_size=layout.world_size,
         **{name: getattr(layout, name) for name in PARALLEL_ARGUMENTS},

@@ -30,7 +30,6 @@ from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import commit, versions
 from monta_megatron.common.torchrun import why_ended
-from monta_megatron.exchange import launch_order
 from monta_megatron.tools.launch.prepare import UNRESOLVED, Run, checked, prepare
 from monta_megatron.tools.launch.run_config import words_of
 
@@ -45,8 +44,6 @@ def run_script(run: Run) -> str:
         "RUN_DIRECTORY": str(run.directory),
         # start.sh runs the ranks with this interpreter, whose Megatron has checked the arguments.
         "PYTHON": sys.executable if config.slurm.container is None else "python3",
-        # Communicators cannot wait for each other in a circle.
-        launch_order.VARIABLE: os.environ.get(launch_order.VARIABLE, "1"),
         **{name: str(value) for name, value in config.environment.items()},
     }
     # Only a dry run leaves the variable unresolved.

@@ -199,8 +199,6 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
     require(layout.world_size % on_host == 0, "world_size", layout.world_size, rule)
     default_batch = 4 * layout.pp * planned.model.micro_batch_size * layout.dp
     megatron = {
-        "moe-monta-chain": plan.chain,
-        "moe-monta-num-chunks": plan.num_chunks,
         "moe-monta-ranks-per-node": request.ranks_per_node and cluster.ranks_per_node,
         "sequence-parallel": layout.tp > 1,
         "seq-length": request.seq_length,
@@ -225,8 +223,8 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
         "slurm": {"options": {"gpus-per-node": on_host, "exclusive": True, "mem": 0}},
         "megatron": {name: value for name, value in megatron.items() if value},
     }
-    text = strict_yaml.dump(data)
-    files.write_whole(path, f"# Written by `monta plan --out`: {plan.reason}.\n{text}{TO_FILL_IN}")
+    head = f"# `monta plan --out` chose {plan.chain} x{plan.num_chunks}: {plan.reason}.\n"
+    files.write_whole(path, f"{head}{strict_yaml.dump(data)}{TO_FILL_IN}")
 
 
 def _place(kind: files.ConfigKind, given: str) -> str:

@@ -100,7 +100,7 @@ def plan_request(request: PlanRequest, node_size: int | None = None, **settings:
     )
     cluster = request.cluster
     if not isinstance(cluster, Cluster):
-        cluster = load_cluster(cluster).with_kernels(fused=True)
+        cluster = load_cluster(cluster)
     cluster = cluster.of_job(request.ranks_per_node)
     world_size = request.world_size or cluster.num_ranks
     rule = f"be at most the {cluster.num_ranks} ranks of {cluster.name} (its num_nodes)"
