@@ -159,8 +159,9 @@ def points_of(layout: Layout, device: str) -> list[Point]:
     points = []
     for operation, resource, group_size, row_bytes in sorted(curves, key=lambda of: of[1]):
         for number in range(NUM_SIZES[device][resource]):
-            num_rows = round(FIRST_BYTES[resource] * SIZE_FACTOR**number / row_bytes)
-            points.append(Point(operation, resource, group_size, max(num_rows, 1), row_bytes))
+            first_rows = max(FIRST_BYTES[resource] / row_bytes, 1)
+            num_rows = round(first_rows * SIZE_FACTOR**number)
+            points.append(Point(operation, resource, group_size, num_rows, row_bytes))
     return points
 
 

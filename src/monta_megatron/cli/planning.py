@@ -201,7 +201,7 @@ def run_place(parsed: argparse.Namespace) -> int:
     print_report(report, parsed.json)
     if parsed.out is not None:
         tell("place", f"{parsed.out} is not written" if report.refused else f"wrote {parsed.out}")
-    return 0
+    return int(parsed.out is not None and report.refused is not None)
 
 
 def _apply(parsed: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ Notation:
 import atexit
 import functools
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -57,7 +58,7 @@ def install() -> None:
     # Where torch.distributed looks for it when it makes a group.
     setattr(distributed_c10d, dist.ProcessGroupGloo.__name__, SharedDeviceGloo)
     # Megatron never destroys its process groups, and Gloo threads that still run when the process
-    # ends can abort it ("terminate called without an active exception").
+    # ends can abort it ("terminate called without an active exception") as they free tensors.
     atexit.register(_destroy_process_groups)
 
 
@@ -65,6 +66,7 @@ def _destroy_process_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _devices.cache_clear()
+    time.sleep(0.1)
 
 
 class SharedDeviceGloo(dist.ProcessGroupGloo):

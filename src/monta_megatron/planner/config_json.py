@@ -114,6 +114,9 @@ def read_config(data: Any, file: str) -> tuple[str, dict[str, Any], tuple[str, .
         if value is not None
     }
 
+    if "moe-router-topk" not in told:
+        raise UserError(f"{file}: num_experts_per_tok: missing, must be given")
+
     # Step 2: what follows from several keys.
     num_layers = told.get("num-layers")
     if type(num_layers) is int and num_layers >= 1:

@@ -225,6 +225,8 @@ def model_of(
     gate = 3 if read.flag(*GATED) else 2
     vocab_size = read.size("vocab-size", 0, least=0)
     layer_parameters = _layer_parameters(read, hidden_size, layers, gate, ffn)
+    if read.size("mtp-num-layers", 0, least=0):
+        notes += ("multi-token prediction is not counted: a layer more on the last stage",)
     read.require_spelling()
     return Model(
         name=name,

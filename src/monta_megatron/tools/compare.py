@@ -268,6 +268,7 @@ class ComparisonReport:
         lines += [
             f"ms: median of an iteration, without the first {NUM_WARMUP + self.tune_steps}",
             "ratio: alltoall's time over this one's, mean and interval over the pairs",
+            "memory: the most that a rank logged, in the first two iterations",
             "loss difference: the largest of an iteration; Megatron logs seven digits",
             f"directory: {self.directory}",
         ]

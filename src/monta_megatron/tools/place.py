@@ -92,7 +92,7 @@ class PlacementReport:
         if mean(rises) > MAX_LOAD:
             return (
                 f"held-out tokens load the busiest rank {mean(rises):.2f} times as much as today, "
-                f"must be at most {MAX_LOAD:g}: trace more steps"
+                f"must be at most {MAX_LOAD:g}: trace other data"
             )
         return None
 

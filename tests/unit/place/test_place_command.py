@@ -60,7 +60,7 @@ def test_uniform_traces_have_no_placement(
 ) -> None:
     write_planted(tmp_path / "trace", strength=0.0)
     status, printed, error = monta(*words, "--json")
-    assert (status, error) == (0, f"monta place: {tmp_path / 'placement.json'} is not written\n")
+    assert (status, error) == (1, f"monta place: {tmp_path / 'placement.json'} is not written\n")
     document = json.loads(printed)
     assert document["gain_pct"] < 3 and "must be at least 3%" in document["refused"]
     assert not (tmp_path / "placement.json").exists()

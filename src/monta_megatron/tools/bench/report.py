@@ -113,4 +113,4 @@ def _cells(row: Row) -> dict[str, str | None]:
 
 
 def _short(value: float) -> str:
-    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
