@@ -87,7 +87,8 @@ def interrupt(process: "subprocess.Popen[str]", send: Callable[[int, int], None]
     """The exit status after an interrupt; no process stays."""
     send(process.pid, signal.SIGINT)
     status = process.wait(timeout=LIMIT_S)
-    assert marked(mark) == []
+    # A program that an import has started may end a moment later.
+    wait_until(lambda: not marked(mark), 2, lambda: marked(mark))
     return status
 
 
