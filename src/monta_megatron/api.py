@@ -1,7 +1,7 @@
 """The Python API of `import monta_megatron`: the commands' functions, and the ways in.
 
-Nothing heavy is imported before a function is called. Wrong arguments are a `UserError` of one
-line, a ValueError, as on the command line.
+Nothing heavy is imported before a function is called. A wrong argument raises `UserError`, a
+ValueError with the one line that the command line would print.
 """
 
 from __future__ import annotations

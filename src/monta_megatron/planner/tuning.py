@@ -35,7 +35,7 @@ from monta_megatron.planner.choose import STOCK, Planner, half_octave
 ROUNDS = 3
 # All ranks know the time of step n at the first training counts of step n + TIME_LAG.
 TIME_LAG = 2
-# Iterations within 1% count as equal, or within what those of one candidate differ by (median).
+# Iterations count as equal within 1%, or within the median spread of a candidate's, up to 5%.
 EQUAL, MOST_EQUAL = 1.01, 1.05
 # Iterations in a row that take so many times what the winner's trials took are worth a line.
 SLOWER, NUM_SLOWER = 1.3, 20
@@ -141,7 +141,7 @@ class TuningWindow:
         self.measured_us = least = {each: min(of) for each, of in times.items()}
         spreads = [max(of) / min(of) for of in times.values() if len(of) > 1]
         equal = min(max(EQUAL, median(spreads or [EQUAL])), MOST_EQUAL)
-        # Plain alltoall loses to nothing that is slower by more than 1%.
+        # The winner is at most 1% slower than plain alltoall.
         limit = min(equal * min(least.values(), default=0), EQUAL * least.get(STOCK, inf))
         near = [each for each in least if least[each] <= limit]
         self.best = min(

@@ -304,7 +304,7 @@ def time_interleaved(
     """
     times_ms = torch.zeros(repeats, len(runs), dtype=torch.float64)
     orders = np.random.default_rng(0)
-    # Ranks leave the barrier up to 0.2 ms apart, which is much of one exchange on GPUs.
+    # Ranks do not leave the barrier at once, which counts where an exchange takes a millisecond.
     in_a_row = 1 if gpu_name() is None else 10
     # No garbage is collected inside a run, and none of the objects that exist already.
     gc.freeze()
