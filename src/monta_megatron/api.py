@@ -84,10 +84,10 @@ def register() -> None:
 
 
 def with_monta(spec: Any) -> Any:
-    """A copy of a spec in which every MoE layer uses our dispatcher; nothing is patched.
+    """A copy of a spec in which every MoE layer uses our dispatcher.
 
     Pass the result where Megatron takes a spec, with `moe_token_dispatcher_type="alltoall"` in the
-    configuration.
+    configuration, whose class stays Megatron's own; so does MoELayer.
 
     Args:
         spec: of a layer, a block, or the stack of a HybridModel: a ModuleSpec, a partial, or the

@@ -10,6 +10,7 @@ from equal import assert_equal
 from test_bench_numbers import BASE, FLAT, routing_map
 
 from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.tools.bench import measure
 from monta_megatron.tools.bench.candidates import make_batch
 from monta_megatron.tools.bench.measure import time_interleaved
@@ -71,5 +72,9 @@ def test_limit_of_a_point(phase: Any, limit_ms: float, monkeypatch: pytest.Monke
     batch = SimpleNamespace(routing_map=routing_map((0, 2, 4), (4, 5)), hidden=torch.ones(2, 1, 16))
     bench: Any = SimpleNamespace(emulated=emulated, layout=FLAT, nodes=FLAT.nodes, batch=batch)
     assert measure.limit_ms(bench, phase) == pytest.approx(limit_ms)
-    bench.emulated = None
+    # Of a cluster file, the two ranks of a node share its rate: 1 Gbit/s again.
+    bench.emulated, bench.cluster = None, load_cluster("h100_8x_ndr").at_rate("inter", 1e-3)
+    limit_ms *= 0.125 / (2 * bench.cluster.rate_of("inter").gbytes_per_s)
+    assert measure.limit_ms(bench, phase) == pytest.approx(limit_ms)
+    bench.cluster = None
     assert measure.limit_ms(bench, phase) is None

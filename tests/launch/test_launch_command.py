@@ -127,6 +127,12 @@ def test_a_job_that_is_not_requeued_is_said(monta: Monta) -> None:
     assert note.endswith("without --load") and f"note: {note}" in said
 
 
+def test_a_job_that_its_file_does_not_requeue(tmp_path: Path) -> None:
+    file = edited(tmp_path, ("slurm", "options", "requeue", False), file=MIXTRAL)
+    text = run_script(ready(file))
+    assert "#SBATCH --no-requeue\n" in text and "--signal" not in text
+
+
 def test_start_by_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = ready(QUICKSTART), ready(MIXTRAL)
     assert choose_start(None, one, dry_run=True) == "torchrun"

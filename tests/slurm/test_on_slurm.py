@@ -38,11 +38,13 @@ done
 exec /usr/bin/srun "${rest[@]}"
 """,
     "apptainer": """#!/bin/bash
+words=()
 while [[ $1 != *.sif ]]; do
-    echo -n "$1 " >>"$RECORD"
+    words+=("$1")
     shift
 done
-echo "$1" >>"$RECORD"
+# The nodes write at the same time: each its whole line at once.
+echo "${words[@]} $1" >>"$RECORD"
 exec "${@:2}"
 """,
 }

@@ -15,6 +15,7 @@ from monta_megatron.chains import Chain, ChainCounts, TokenCounts
 from monta_megatron.chains.chain import num_counted_blocks
 from monta_megatron.chains.stages import Parts
 from monta_megatron.core import FLAT_GROUPS, GroupName, Layout
+from monta_megatron.exchange.buffers import MessageFormat
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import CountMessages
 from monta_megatron.exchange.exchange import Exchange
@@ -151,6 +152,16 @@ def chunks_of(exchange: Exchange, counts: TokenCounts, num_chunks: int) -> list[
         )
         for blocks in blocks_of_chunks(num_blocks, num_chunks)
     ]
+
+
+def format_of(tensors: Sequence[torch.Tensor], packed: bool) -> MessageFormat:
+    """The format of `tensors`; a single column is never packed."""
+    return MessageFormat(
+        shapes=tuple(tuple(tensor.shape[1:]) for tensor in tensors),
+        dtypes=tuple(tensor.dtype for tensor in tensors),
+        packed=packed and len(tensors) > 1,
+        device=tensors[0].device,
+    )
 
 
 def empty_copies(

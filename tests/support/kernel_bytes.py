@@ -10,11 +10,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_world import empty_copies
+from fake_world import empty_copies, format_of
 from triton.runtime.interpreter import InterpreterBuilder, _get_np_dtype
 
 from monta_megatron.chains.stages import Parts
-from monta_megatron.exchange.buffers import Columns, MessageFormat
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.kernels.copies import duplicate, find_copies
 from monta_megatron.exchange.kernels.routing import count_routing
 from monta_megatron.exchange.kernels.sums import reduce, reduce_ranks
@@ -69,7 +69,7 @@ def work(
     for parts, each in ((ranks, copies), (experts, by_expert)):
         find_copies(ids, parts, each)
     columns = torch.zeros(1, HIDDEN_SIZE, dtype=torch.bfloat16, device=device), lists[:1], ids[:1]
-    payload = MessageFormat.of(columns, packed=True)
+    payload = format_of(columns, packed=True)
     tokens, messages, terms = (
         payload.columns(payload.allocate(number))
         for number in (num_tokens, num_copies, num_ranks * num_tokens)

@@ -12,13 +12,13 @@ from unittest import TestCase
 
 import torch
 from equal import assert_equal
-from fake_world import empty_copies
+from fake_world import empty_copies, format_of
 
 from monta_megatron.chains.stages import Parts
 from monta_megatron.exchange import count_messages, rows
-from monta_megatron.exchange.buffers import Columns, MessageFormat
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.kernels.copies import duplicate, find_copies
-from monta_megatron.exchange.kernels.routing import bring_back, count_routing, make_lists
+from monta_megatron.exchange.kernels.routing import count_routing, lists_backward, make_lists
 from monta_megatron.exchange.kernels.sums import reduce, reduce_ranks
 from monta_megatron.exchange.rows import Copies, PartBounds, expert_ids_of, sum_ranks, sum_rows
 
@@ -222,8 +222,8 @@ def _check_lists(case: Case, routing_map: torch.Tensor, width: int) -> None:
     probs = _values((case.num_rows, case.num_experts), dtype)
     gradient = _values((case.num_rows, width), dtype)
     expected, actual = (
-        (*rows.make_lists(routing_map, probs, width), rows.bring_back(routing_map, gradient)),
-        (*make_lists(routing_map, probs, width), bring_back(routing_map, gradient)),
+        (*rows.make_lists(routing_map, probs, width), rows.lists_backward(routing_map, gradient)),
+        (*make_lists(routing_map, probs, width), lists_backward(routing_map, gradient)),
     )
     for name, *pair in zip(("lists", "ids", "gradient"), actual, expected, strict=True):
         _same(f"expert lists, {name}", *pair)
@@ -261,7 +261,7 @@ def _message(case: Case, num_rows: int, width: int | None, with_ids: bool = Fals
         columns.append(_values(shape, case.probs_dtype))
         if with_ids and width is not None:
             columns.append(torch.randint(99, shape, dtype=torch.int32))
-    payload = MessageFormat.of(columns, packed=case.packed)
+    payload = format_of(columns, packed=case.packed)
     into = payload.columns(payload.allocate(num_rows))
     for target, values in zip(into.tensors(), columns, strict=True):
         target.copy_(values)

@@ -1,4 +1,4 @@
-"""Findings of `monta doctor`: variables of NCCL and CUDA, the way in, options in force."""
+"""Findings of `monta doctor`: variables of NCCL and CUDA, the way in."""
 
 import os
 from pathlib import Path
@@ -59,6 +59,7 @@ def test_launch_order(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv(ORDER, "0")
     # CPU ranks.
     launch_order.set_launch_order()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     for nccl, cuda, says in (
         ((2, 25, 1), (12, 9), "NCCL 2.25.1 does not know it"),
         ((2, 27, 5), (12, 2), "CUDA 12.2 would run communicators one after the other"),

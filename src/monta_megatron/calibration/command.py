@@ -58,7 +58,7 @@ class Calibration:
                     f"contention: {first} is {factor:g} times as slow beside {second}"
                     for first, second, factor in cluster.contention
                 ),
-                f"medians of {counted(self.runs, 'run')} or more",
+                f"fitted to medians of {counted(self.runs, 'run')} or more",
             ]
         )
 

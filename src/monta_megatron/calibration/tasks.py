@@ -180,7 +180,7 @@ def choose_pairs(times_us: Mapping[Point, float]) -> list[Pair]:
     halves = [*rails[:1], *nodes[-1:], curves["memory", "copy", 1]]
     pairs = []
     for firsts, seconds in combinations(halves, 2):
-        first = next((each for each in reversed(firsts) if times_us[each] <= PAIR_US), firsts[-1])
-        # The second is a small one, so that its runs can take any time.
+        first = next((each for each in reversed(firsts) if times_us[each] <= PAIR_US), firsts[0])
+        # The second runs as often as it takes to be as long as the first.
         pairs.append(Pair(first, seconds[-LEAST_SIZES]))
     return pairs

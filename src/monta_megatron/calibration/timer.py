@@ -32,7 +32,7 @@ from monta_megatron.calibration import tasks
 from monta_megatron.calibration.fit import excess_of
 from monta_megatron.calibration.tasks import Pair, Passes, Point, Sample, Task
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.chain import NUM_BLOCKS
 from monta_megatron.chains.program import COLLECTIVES, Resource
 from monta_megatron.common.text import Progress
 from monta_megatron.exchange.buffers import Columns
@@ -302,7 +302,7 @@ def _passes(num_chunks: int, alone: PeerGroup, device: torch.device, fused: bool
     messages = CountMessages(
         chains=tuple(CHAINS.values()),
         layout=layout,
-        num_blocks=blocks_for(num_chunks),
+        num_blocks=NUM_BLOCKS,
         kernels="fused" if fused else "torch",
     )
     routing_map_TE = torch.eye(2, dtype=torch.bool, device=device).repeat(num_tokens // 2, 1)

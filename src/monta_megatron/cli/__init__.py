@@ -1,8 +1,9 @@
 """The `monta` command. The docstring of a function that runs a sub-command is its help.
 
-Exit status 0 on success; 2 on bad input, with one line on stderr that names the field, the value
-and the rule; 130 after Ctrl-C. With `--json`, standard output holds one JSON document and nothing
-else. Imports wait for `main`, before which Ctrl-C shows Python's traceback.
+Exit status 0 on success; 1 where the answer is no (bench: a mismatch, place: refused, doctor:
+something is missing); 2 on bad input, with one line on stderr that names the field, the value and
+the rule; 130 after Ctrl-C; 141 if the reader closed the pipe; that of the run for launch. With
+`--json`, standard output holds one JSON document and nothing else.
 """
 
 import os

@@ -36,7 +36,7 @@ SWEPT = ("tokens", "world-size", "ep")
 # Flag of `plan` -> flags that must be left out with it.
 EXCLUDED_WITH = {
     "log": ("model", "iteration-ms", "sweep", "out"),
-    "sweep": ("chain", "iteration-ms", "out", "stages"),
+    "sweep": ("chain", "global-batch-size", "iteration-ms", "out", "stages"),
     "out": ("tokens",),
 }
 

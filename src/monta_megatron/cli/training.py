@@ -10,7 +10,7 @@ from monta_megatron.common.rules import whole
 from monta_megatron.common.text import print_report, tell
 
 STARTS = {
-    "torchrun": "here, on one node (then the default)",
+    "torchrun": "here, on one node (then the default; in a job of Slurm by srun)",
     "srun": "here, in a job of Slurm that has the nodes (salloc)",
     "sbatch": "a job of Slurm (the default for several nodes)",
     "none": "write the run directory only",
@@ -106,9 +106,8 @@ def add_doctor_arguments(parser: Parser) -> None:
 def run_doctor(parsed: argparse.Namespace) -> int:
     """Check the installation.
 
-    Check what is installed, which way into Megatron is active, what is missing, and which options
-    hold where no flag sets them: by a variable or by default. The exit status is 1 if something is
-    missing.
+    Check what is installed, which way into Megatron is active, and what is missing, for which the
+    exit status is 1.
 
     example: monta doctor
     """

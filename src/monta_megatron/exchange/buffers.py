@@ -91,16 +91,6 @@ class MessageFormat:
     packed: bool
     device: torch.device
 
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], packed: bool) -> "MessageFormat":
-        """The format of `tensors`; a single column is never packed."""
-        return cls(
-            shapes=tuple(tuple(tensor.shape[1:]) for tensor in tensors),
-            dtypes=tuple(tensor.dtype for tensor in tensors),
-            packed=packed and len(tensors) > 1,
-            device=tensors[0].device,
-        )
-
     def allocate(self, num_rows: int) -> list[torch.Tensor]:
         """Uninitialised messages for `num_rows` rows."""
         if self.packed:

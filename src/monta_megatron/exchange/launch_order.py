@@ -57,13 +57,10 @@ def communicators_overlap() -> bool:
 
     First asked after the variable has its last value.
     """
-    return not _has_gpu() or (is_useful()[0] and os.environ.get(VARIABLE) == "1")
-
-
-def _has_gpu() -> bool:
     import torch
 
-    return versions() is not None or torch.accelerator.is_available()
+    is_on = is_useful()[0] and os.environ.get(VARIABLE) == "1"
+    return is_on or not torch.accelerator.is_available()
 
 
 def set_launch_order() -> None:
@@ -72,11 +69,12 @@ def set_launch_order() -> None:
     NCCL reads it once, so this is called before the first process group is made. The first rank
     prints a line for the user, unless the user's 1 does what it should or there are no GPUs.
     """
+    import torch
     import torch.distributed as dist
 
     value = os.environ.get(VARIABLE)
     useful, by = is_useful()
-    if not _has_gpu() or (value == "1" and useful):
+    if not torch.accelerator.is_available() or (value == "1" and useful):
         return
     held = f"{VARIABLE} is {value or 'not set'}, {by}"
     note = f"collectives of different groups do not overlap: {held}"

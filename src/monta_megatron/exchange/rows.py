@@ -52,7 +52,7 @@ class _ExpertIds(torch.autograd.Function):
     def forward(
         ctx: Any, routing_map_TE: torch.Tensor, probs_TE: torch.Tensor, width: int, fused: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        make_lists, ctx.bring_back = _operations(fused)
+        make_lists, ctx.lists_backward = _operations(fused)
         lists_TW, ids_TW = make_lists(routing_map_TE, probs_TE, width)
         ctx.save_for_backward(routing_map_TE)
         ctx.mark_non_differentiable(ids_TW)
@@ -64,17 +64,17 @@ class _ExpertIds(torch.autograd.Function):
         ctx: Any, gradient_TW: torch.Tensor, _: torch.Tensor
     ) -> tuple[None, torch.Tensor, None, None]:
         (routing_map_TE,) = ctx.saved_tensors
-        return None, ctx.bring_back(routing_map_TE, gradient_TW), None, None
+        return None, ctx.lists_backward(routing_map_TE, gradient_TW), None, None
 
 
 @cache
 def _operations(fused: bool) -> tuple[Callable[..., Any], Callable[..., torch.Tensor]]:
-    """`make_lists` and `bring_back`; Triton may be missing where no kernel runs."""
+    """`make_lists` and `lists_backward`; Triton may be missing where no kernel runs."""
     if not fused:
-        return make_lists, bring_back
+        return make_lists, lists_backward
     from monta_megatron.exchange.kernels import routing
 
-    return routing.make_lists, routing.bring_back
+    return routing.make_lists, routing.lists_backward
 
 
 def make_lists(
@@ -89,7 +89,7 @@ def make_lists(
     return probs_TE.gather(1, experts_TW.long()).masked_fill_(scores_TW == 0, 0), ids_TW
 
 
-def bring_back(routing_map_TE: torch.Tensor, gradient_TW: torch.Tensor) -> torch.Tensor:
+def lists_backward(routing_map_TE: torch.Tensor, gradient_TW: torch.Tensor) -> torch.Tensor:
     """Gradient [T, E] of the probabilities from that of their lists."""
     # Position of each expert among its token's.
     positions_TE = (routing_map_TE.cumsum(dim=1) - 1).clamp_(min=0)

@@ -191,7 +191,10 @@ class AutoChooser(Chooser):
         return tuner.is_open and any(tuner.workload(tuner.step - ago) for ago in (0, 1))
 
     def _keep_while_tuning(self) -> None:
-        (_tuning.add if self.tunes else _tuning.discard)(self)
+        if self.tunes:
+            _tuning.add(self)
+        else:
+            _tuning.discard(self)
 
     @property
     def _others_tune(self) -> bool:
@@ -220,7 +223,7 @@ _numbers = count()
 _tuning: set[AutoChooser] = set()
 
 
-def shared_chooser(group: dist.ProcessGroup, agreed_config: dict[str, Any]) -> AutoChooser | None:
+def find_chooser(group: dist.ProcessGroup, agreed_config: dict[str, Any]) -> AutoChooser | None:
     """The latest `AutoChooser` of the layers with this configuration on a group.
 
     One that has ended a step or opened a window belongs to a model before, and is not returned.
@@ -232,8 +235,8 @@ def shared_chooser(group: dist.ProcessGroup, agreed_config: dict[str, Any]) -> A
     return None
 
 
-def share_chooser(chooser: AutoChooser) -> AutoChooser:
-    """Let layers share an `AutoChooser`."""
+def register_chooser(chooser: AutoChooser) -> AutoChooser:
+    """Let layers share an `AutoChooser`, and optimizers' steps reach it: their calls are hooked."""
     call_at_steps(_enter_step)
     _shared[next(_numbers)] = chooser
     return chooser

@@ -1,4 +1,4 @@
-"""How an MoE layer gets our dispatcher: by patching MoELayer or, without a patch, by a spec.
+"""How an MoE layer gets our dispatcher: by a patch of MoELayer, or by a spec.
 
 Either way `build_with_monta` constructs the layer as for stock alltoall, builds our dispatcher, set
 up together with the layer's other ranks (`layer_setup`), and puts it in stock's place.
@@ -90,7 +90,7 @@ def build_with_monta(
 
 @functools.cache
 def monta_moe_layer() -> type:
-    """The MoE layer class for layer specs: always our dispatcher, nothing patched."""
+    """The MoE layer class for layer specs: always our dispatcher."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     class MontaMoELayer(MoELayer):
@@ -103,18 +103,7 @@ def monta_moe_layer() -> type:
 
 
 def with_monta(spec: Any) -> Any:
-    """A copy of a spec in which every MoE layer uses our dispatcher.
-
-    Nothing of Megatron is patched: pass the result where Megatron takes a spec, with
-    `moe_token_dispatcher_type="alltoall"` in the configuration.
-
-    Args:
-        spec: of a layer, a block or a stack: a ModuleSpec, a partial, or the submodules of one.
-            Dataclasses in it that hold no MoE layer are shared with the copy.
-
-    Raises:
-        UserError: the spec holds no MoE layer.
-    """
+    """See `api.with_monta`; dataclasses that hold no MoE layer are shared with the copy."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     num_found = 0

@@ -35,7 +35,7 @@ from monta_megatron.exchange.kernels import agreed_kernels, is_fused, kernel_pro
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import blocks_of_chunks
 from monta_megatron.exchange.streams import device_type
-from monta_megatron.integration.auto import AutoChooser, Chooser, share_chooser, shared_chooser
+from monta_megatron.integration.auto import AutoChooser, Chooser, find_chooser, register_chooser
 from monta_megatron.integration.count_sources import CountsFromRanks, replaces_preprocess
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import agreed_config, planner_for
@@ -205,7 +205,7 @@ def set_up_layer(
             # The first use, which may fail; `agreed_kernels` gathers the answer.
             kernel_problem(device)
         agreed = agreed_config(given, config, groups, permuted_only) | named
-        chooser = shared_chooser(group, agreed)
+        chooser = find_chooser(group, agreed)
         return (given, chooser), (agreed, node_here(), chooser is not None)
 
     def set_up() -> tuple[LayerSetup, None]:
@@ -230,7 +230,7 @@ def set_up_layer(
             from monta_megatron.planner.tuning import Tuner
 
             tuner = Tuner(planner=planner, num_steps=options.tune_steps, report=report)
-            chooser = share_chooser(AutoChooser(tuner, permuted_only, by_rank[0], group))
+            chooser = register_chooser(AutoChooser(tuner, permuted_only, by_rank[0], group))
         setup = LayerSetup(
             config=config,
             options=options,

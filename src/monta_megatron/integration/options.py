@@ -142,10 +142,12 @@ class Options:
         Raises:
             UserError: one is out of range; the message names option, value and rule.
         """
+        # Without our fields, as with a layer spec alone, the variables hold too.
+        defaults = defaults_from_environment()
         given = {
-            name: value
-            for name in KINDS
-            if (value := getattr(source, f"moe_monta_{name}", None)) is not None
+            name.removeprefix("moe_monta_"): value
+            for name, default in defaults.items()
+            if (value := getattr(source, name, default)) is not None
         }
 
         def check(name: str, holds: bool, rule: str) -> None:

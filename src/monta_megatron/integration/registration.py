@@ -5,7 +5,7 @@ nothing of Megatron is imported here.
 
     (a) autoload     PyTorch's entry point calls `install` at `import torch`
     (b) register()   the user's code calls it
-    (c) spec         `integration.layer.with_monta`, which needs none of these hooks
+    (c) spec         `integration.layer.with_monta`, which needs none of the hooks of (a) and (b)
 
 Everything of Megatron and torch that a training changes (CPU ranks change more, see `emulation`):
 
@@ -17,6 +17,7 @@ Everything of Megatron and torch that a training changes (CPU ranks change more,
     an MoE layer     its token_dispatcher; moe_token_dispatcher_type of its
                      configuration while Megatron constructs it                   layer
                      our groups in parallel_state._global_process_group_list      layer_setup
+    rail, node group three names of torch's distributed_c10d, while it is made    torch_private
     `auto`           MegatronOptimizer: __init_subclass__, step of each class     optimizer_steps
                      OptimizerCudaGraphWrapper.__call__                           optimizer_steps
                      a hook before the steps of all PyTorch optimizers            optimizer_steps

@@ -2,17 +2,14 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
 from monta_megatron.common.text import counted, size_text
 from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
-
-if TYPE_CHECKING:
-    from monta_megatron.planner.plan import Selection
-    from monta_megatron.planner.price import Price
+from monta_megatron.planner.plan import Selection, select_chain
+from monta_megatron.planner.price import Price
 
 STOCK = Choice(chain="alltoall", num_chunks=1)
 # Most predicted memory of a candidate: so many times plain alltoall's, or so many bytes more.
@@ -101,21 +98,18 @@ class Planner:
         rest = islice(found.items(), max(most - len(split), 1))
         return dict(islice((dict(rest) | split).items(), most))
 
-    def _stock(self, selection: "Selection") -> "Price":
+    def _stock(self, selection: Selection) -> Price:
         return next(price for price in selection.prices if price.choice == STOCK)
 
-    def _allowed(self, selection: "Selection") -> "list[Price]":
+    def _allowed(self, selection: Selection) -> list[Price]:
         """Those that are not too large beside plain alltoall, the fastest first."""
         stock_bytes = self._stock(selection).peak_bytes
         # Hosts differ in the last bit, which a byte more makes up for.
         most_bytes = max(MOST_MEMORY * stock_bytes, stock_bytes + MORE_BYTES) + 1
         return [price for price in selection.rivals if price.peak_bytes <= most_bytes]
 
-    def selection(self, tokens: int) -> "Selection":
+    def selection(self, tokens: int) -> Selection:
         """The prices of everything allowed, for at most so many tokens per rank."""
-        # Not needed where one choice is given.
-        from monta_megatron.planner.plan import select_chain
-
         assert self.shape is not None and self.cluster is not None, "one choice is given"
         tokens = half_octave(tokens)
         if tokens not in self._selections:

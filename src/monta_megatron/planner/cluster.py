@@ -161,6 +161,9 @@ class Cluster:
                 raise UserError(
                     f"{NAMES[resource]}: missing, must be given, or {needed} of it in curves"
                 )
+        for resource, link in self.links.items():
+            name, is_read = f"{NAMES[resource]}.curves", resource == "intra" or link.curves is None
+            require(is_read, name, link.curves, "be left out: node_link alone has published curves")
         for *_, factor in self.contention:
             require(factor >= 1, "contention", factor, "be a factor >= 1")
 

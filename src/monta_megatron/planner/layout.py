@@ -24,6 +24,16 @@ from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
 from monta_megatron.planner.model import HYBRID_PATTERNS, Model, Reader
 from monta_megatron.planner.routing import UniformRouting
 
+# Field of the layout -> Megatron's argument. All are passed on, because Megatron's defaults differ:
+# without an ETP it takes ETP = TP.
+PARALLEL_ARGUMENTS = {
+    "tp": "tensor-model-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
@@ -171,26 +181,42 @@ def shape_of_layout(
     )
 
 
+# Arguments that split a model's layers into pipeline stages in a language of their own.
+UNREAD_SPLITS = ("pipeline-model-parallel-layout", *HYBRID_PATTERNS)
+# Layers of the first and of the last stage; and flags by which each counts one layer more.
+END_STAGES = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+COUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+
+
+def unread_split(model: Model) -> str | None:
+    """The argument that splits the layers of a model as `stages_of` does not follow, or None."""
+    return next(filter(Reader(model.arguments, model.name).value, UNREAD_SPLITS), None)
+
+
 def stages_of(model: Model, pp: int) -> list[slice]:
     """Layers of each pipeline stage: consecutive, as many in each but a shorter last one.
 
-    Virtual stages and a split that the model's arguments write out are not followed.
+    Arguments of Megatron for the first and the last stage are followed; virtual stages are not.
+
+    Hand-worked: 61 layers on 4 stages are 16, 16, 16 and 13; with
+    --decoder-first-pipeline-num-layers 13 they are 13 and three times 16.
     """
-    size = math.ceil(model.num_layers / pp)
-    return [slice(n, n + size) for n in range(0, model.num_layers, size)]
+    read, ends = Reader(model.arguments, model.name), (0, pp - 1)
+    given = {stage: read.optional(name) for stage, name in zip(ends, END_STAGES, strict=True)}
+    sizes = {stage: size for stage, size in given.items() if size is not None and pp > 1}
+    counted = [stage for stage, name in zip(ends, COUNTED, strict=True) if read.flag(name)]
+    rest = model.num_layers + len(counted) - sum(sizes.values())
+    size = math.ceil(rest / max(pp - len(sizes), 1))
+    starts = [0]
+    for stage in range(pp):
+        starts.append(starts[-1] + sizes.get(stage, size - counted.count(stage)))
+    stages = zip(starts, [*starts[1:-1], model.num_layers], strict=False)
+    return [slice(first, end) for first, end in stages if first < model.num_layers]
 
 
 def most_moe_layers(model: Model, pp: int) -> int:
     """MoE layers of the pipeline stage with the most of them."""
     return max(sum(model.moe_layers[stage]) for stage in stages_of(model, pp))
-
-
-# Arguments that split the layers of a model unevenly; the first have a language of their own.
-STAGE_SPLITS = (
-    *("pipeline-model-parallel-layout", *HYBRID_PATTERNS),
-    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
-    *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
-)
 
 
 def uneven_stages(model: Model, pp: int) -> dict[str, int] | None:
@@ -203,7 +229,7 @@ def uneven_stages(model: Model, pp: int) -> dict[str, int] | None:
         layers would be left for the last stage.
     """
     read = Reader(model.arguments, model.name)
-    if model.num_layers % pp == 0 or any(map(read.value, STAGE_SPLITS)):
+    if model.num_layers % pp == 0 or any(map(read.value, UNREAD_SPLITS + END_STAGES + COUNTED)):
         return {}
     stages = stages_of(model, pp)
     last = model.num_layers - stages[-1].start

@@ -24,7 +24,7 @@ from monta_megatron.common.errors import UserError
 # Keys of a model file that are no arguments.
 OTHER_KEYS = ("source", "not_expressed")
 BATCH = ("seq-length", "micro-batch-size")
-GATED = ("swiglu", "geglu", "quick-geglu", "bias-swiglu", "squared-swiglu")
+GATED = ("swiglu", "quick-geglu")
 # Symbols of a hybrid pattern: mamba, attention, feed-forward layer, experts, gated delta net.
 HYBRID_PATTERNS = ("hybrid-layer-pattern", "hybrid-override-pattern")
 HYBRID_SYMBOLS, EXPERTS_SYMBOL = set("M*-EGD+"), "E"
@@ -350,11 +350,7 @@ def _pattern_of(frequency: Any, num_layers: int) -> list[bool] | None:
 
 
 def _value(node: ast.expr) -> Any:
-    """An expression of integers, lists, + and *.
-
-    Raises:
-        UserError: it holds anything else.
-    """
+    """An expression of integers, lists, + and *; a ValueError if it holds anything else."""
     match node:
         case ast.Constant(value=int(number)):
             return number
@@ -364,4 +360,4 @@ def _value(node: ast.expr) -> Any:
             return _value(left) + _value(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             return _value(left) * _value(right)
-    raise UserError(f"got {ast.unparse(node)}, must be integers, lists, + and *")
+    raise ValueError(node)

@@ -53,15 +53,12 @@ class Candidate:
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
-        range_us: the least and the most over `Cluster.corners`; None where the cluster has no
-            ranges, and for all but the choice.
         rejected: why it was not chosen; None for the choice.
     """
 
     chain: str
     num_chunks: int | None
     predicted_us: float | None = None
-    range_us: tuple[float, float] | None = None
     inter_bytes: float | None = None
     intra_bytes: float | None = None
     peak_bytes: float | None = None
@@ -148,7 +145,7 @@ class Plan:
         chain: key of `chains.CHAINS`.
         num_chunks: number of chunks of the chosen chain.
         predicted_us: time of the phase.
-        range_us: as in `Candidate`.
+        range_us: the least and the most over `Cluster.corners`; None without ranges.
         reason: why this one.
         shape: the exchange that it was made for.
         cluster: name of the cluster whose costs were used.
@@ -331,7 +328,6 @@ def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
             chain=each.chain.name,
             num_chunks=each.num_chunks,
             predicted_us=each.total_us,
-            range_us=range_us if each is chosen else None,
             inter_bytes=each.sent_bytes("inter"),
             intra_bytes=each.sent_bytes("intra"),
             peak_bytes=each.peak_bytes,

@@ -16,7 +16,7 @@ from monta_megatron.common.text import counted, size_text, time_text
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.layout import ParallelLayout, shape_of_layout, stages_of
 from monta_megatron.planner.model import Model
-from monta_megatron.planner.plan import select_chain
+from monta_megatron.planner.plan import MARGIN, select_chain
 
 # Share of a rank's memory that is left to everything else.
 HEADROOM = 0.1
@@ -138,7 +138,7 @@ def rank_layouts(
     cp: int = 1,
     pp: int | None = None,
 ) -> list[RankedLayout]:
-    """All (TP, EP, ETP) that fit, the cheapest exchange per token first.
+    """All (TP, EP, ETP) that fit, the cheapest exchange per token first, as by `_cost`.
 
     Each has the fewest pipeline stages with which it fits, but no more than an exchange in a node
     needs. TP and ETP stay inside a node. Where the cluster file says no memory,
@@ -191,7 +191,12 @@ def rank_layouts(
             needed_bytes=training_memory(model, cluster, layout, num_tokens).needed_bytes,
         )
         ranking.append(ranked)
-    return sorted(ranking, key=lambda each: (each.us_per_1k_tokens, each.pp, each.peak_bytes))
+    return sorted(ranking, key=lambda each: (_cost(each), each.pp, each.peak_bytes))
+
+
+def _cost(layout: RankedLayout) -> float:
+    """Time per token; one that crosses nodes has to save more than predictions are good for."""
+    return layout.us_per_1k_tokens * (1 + MARGIN * (layout.num_nodes > 1))
 
 
 def best(ranking: Sequence[RankedLayout], in_node: bool) -> RankedLayout | None:
@@ -208,8 +213,10 @@ def cross_or_stay(ranking: Sequence[RankedLayout]) -> str:
         )
     inside_us = inside.predicted_us
     across_us = across.us_per_1k_tokens * inside.tokens / 1e3
-    saved_bytes = (inside.needed_bytes or 0.0) - (across.needed_bytes or 0.0)
-    if across_us < inside_us:
+    # Other layouts in a node may need less memory than the fastest.
+    in_node = [each for each in ranking if each.num_nodes == 1 and each.pp == inside.pp]
+    saved_bytes = min(each.needed_bytes or 0.0 for each in in_node) - (across.needed_bytes or 0.0)
+    if _cost(across) < _cost(inside):
         advice = "crossing costs less"
     elif across.pp < inside.pp:
         advice = f"cross only if {across.pp} instead of {inside.pp} stages pay for it"

@@ -1,4 +1,4 @@
-"""Report of `monta doctor`: versions, the way into Megatron, devices, variables, options."""
+"""Report of `monta doctor`: versions, the way into Megatron, devices, variables."""
 
 import importlib.util
 import os
@@ -7,7 +7,6 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from monta_megatron.common import __version__
@@ -147,23 +146,6 @@ def _communicators() -> Iterator[Finding]:
         yield Finding(QUEUES, "ok", value or "not set (8 launch queues)")
 
 
-def _options() -> Iterator[Finding]:
-    """Options that hold without a flag, each by its variable or its default."""
-    from monta_megatron.integration.options import Options, defaults_from_environment
-
-    try:
-        by_variable = defaults_from_environment()
-        options = Options.of(SimpleNamespace(**by_variable))
-    except UserError as error:
-        yield Finding("options", "missing", str(error))
-        return
-    for name, given in by_variable.items():
-        value = getattr(options, name.removeprefix("moe_monta_"))
-        found = "not set" if value is None else value
-        source = "default" if given is None else name.upper()
-        yield Finding(f"--{name.replace('_', '-')}", "ok", f"{found}, by {source}")
-
-
 @dataclass(frozen=True)
 class DoctorReport:
     """Report on the installation and the machine."""
@@ -194,7 +176,7 @@ class DoctorReport:
 def examine() -> DoctorReport:
     """Look at everything; a check that fails is a finding, not an exception."""
     findings: list[Finding] = []
-    for check in (_versions, _megatron, _way_in, _accelerator, _communicators, _options):
+    for check in (_versions, _megatron, _way_in, _accelerator, _communicators):
         try:
             # When imported, Megatron warns about what is missing; the report says that itself.
             with warnings.catch_warnings():

@@ -74,11 +74,11 @@ def lanes_of(spans: Iterable[Span]) -> list[list[Span]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Spans of a benchmark's rows, or of an exchange as predicted.
+    """Spans of a benchmark's rows.
 
     Attributes:
         title: what ran, and on what, in one line.
-        ranks: their names, in order; predicted, one stands for all.
+        ranks: their names, in order.
         spans: of all ranks.
         about: the machine, the command, the clock; kept in the file.
     """

@@ -14,8 +14,9 @@ from statistics import median
 from typing import Any
 
 from monta_megatron.common.errors import UserError
+from monta_megatron.planner.layout import PARALLEL_ARGUMENTS
 from monta_megatron.planner.model import Reader, model_of
-from monta_megatron.tools.launch.run_config import DISPATCHER, PARALLEL_ARGUMENTS
+from monta_megatron.tools.launch.run_config import DISPATCHER
 from monta_megatron.tools.plan.request import PlanRequest
 
 # Megatron's line: `iteration 2/ 10 | ... | elapsed time per iteration (ms): 81.4 | ... |

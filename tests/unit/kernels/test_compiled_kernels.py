@@ -9,10 +9,10 @@ import torch
 pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
 
 from compiled_kernels import TARGETS, Compiled, launches
-from fake_world import empty_copies
+from fake_world import empty_copies, format_of
 
 from monta_megatron.chains.stages import Parts
-from monta_megatron.exchange.buffers import Columns, MessageFormat
+from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.kernels.copies import duplicate, find_copies
 from monta_megatron.exchange.kernels.routing import count_routing
 from monta_megatron.exchange.kernels.sums import reduce, reduce_ranks
@@ -26,7 +26,7 @@ def message(num_rows: int, dtype: torch.dtype, hidden_size: int, topk: int = TOP
     """Rows with their lists in a packed message."""
     rows = torch.empty(1, hidden_size, dtype=dtype)
     lists = torch.empty(1, topk), torch.empty(1, topk, dtype=torch.int32)
-    payload = MessageFormat.of([rows, *lists], packed=True)
+    payload = format_of([rows, *lists], packed=True)
     return payload.columns(payload.allocate(num_rows))
 
 

@@ -69,7 +69,8 @@ def test_the_benefit_by_hand(monta: Monta) -> None:
 def test_every_layout_that_fits_has_the_fewest_stages(monta: Monta) -> None:
     planned = monta.document(*DEEPSEEK, "--world-size", "256")
     layouts = planned["layouts"]
-    costs = [entry["us_per_1k_tokens"] for entry in layouts]
+    # One across nodes has to save more than 3%.
+    costs = [each["us_per_1k_tokens"] * (1 + 0.03 * (each["num_nodes"] > 1)) for each in layouts]
     assert costs == sorted(costs) and len(costs) > 10
     best = layouts[0]
     assert (best["chain"], best["ep"]) == (planned["chain"], planned["shape"]["layout"]["ep"])

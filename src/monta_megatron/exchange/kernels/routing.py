@@ -193,8 +193,8 @@ def make_lists(
     return lists_TW, ids_TW
 
 
-def bring_back(routing_map_TE: torch.Tensor, gradient_TW: torch.Tensor) -> torch.Tensor:
-    """Arguments and result as of `exchange.rows.bring_back`."""
+def lists_backward(routing_map_TE: torch.Tensor, gradient_TW: torch.Tensor) -> torch.Tensor:
+    """Arguments and result as of `exchange.rows.lists_backward`."""
     num_tokens, num_experts = routing_map_TE.shape
     gradient_TW = gradient_TW.contiguous()
     into_TE = gradient_TW.new_empty(num_tokens, num_experts)

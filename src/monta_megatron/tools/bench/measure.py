@@ -7,6 +7,7 @@ import gc
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -99,7 +100,8 @@ def measure_point(
         for phase in settings.phase
         for row in _time(bench, scope, experts, phase, progress)
     ]
-    meta = provenance(bench)
+    # Needed on the first rank alone, which asks git.
+    meta = provenance(bench) if dist.get_rank() == 0 else {}
     if settings.trace is not None:
         record(bench, meta, Path(settings.trace))
     return Report(meta=meta, rows=rows)
@@ -332,15 +334,21 @@ def limit_ms(bench: Bench, phase: Phase) -> float | None:
     """The least time that the links between nodes allow; None if unknown or nothing crosses.
 
     The busiest direction of the busiest node decides. Every pass sends the same rows once, in
-    alternating directions, so that node stays the busiest.
+    alternating directions, so that node stays the busiest. A node has the rate of its emulated
+    interface, or that of the cluster file for each of its ranks.
     """
-    if bench.emulated is None:
+    if bench.emulated is not None:
+        # 1e6 bit/s are 1e3 bits per ms.
+        bytes_per_ms = bench.emulated.inter_mbit * 1e3 / 8
+    elif bench.cluster is not None and "inter" in bench.cluster.resources:
+        of_rank, num_ranks = bench.cluster.rate_of("inter"), max(Counter(bench.nodes).values())
+        bytes_per_ms = of_rank.gbytes_per_s * 1e6 * num_ranks
+    else:
         return None
     crossing = rows_that_cross(bench.layout, bench.batch.routing_map.cpu(), len(set(bench.nodes)))
     dist.all_reduce(crossing)
     row_bytes = len(PASSES[phase]) * bench.batch.hidden[0].nbytes
-    # 1e6 bit/s are 1e3 bits per ms.
-    return int(crossing.max()) * row_bytes * 8 / (bench.emulated.inter_mbit * 1e3) or None
+    return int(crossing.max()) * row_bytes / bytes_per_ms or None
 
 
 def rows_that_cross(layout: Layout, map_TE: torch.Tensor, num_nodes: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Row:
         inter_bytes, intra_bytes: payload that changes node, or rank inside a node, summed over
             ranks, in this phase.
         pct_of_limit: the least time in which the rows that must cross can cross, in percent of the
-            median; None on one node, or where the rate is not known.
+            median; None on one node, or without an emulated or a given cluster.
         ratio_to_alltoall: stock alltoall's median over this one.
         predicted_ms: the time that the planner predicts, for uniform routing, or None.
         chosen: whether this is what `auto` ran.

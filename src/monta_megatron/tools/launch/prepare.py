@@ -16,13 +16,13 @@ from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import counted
 from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.layout import PARALLEL_ARGUMENTS
 from monta_megatron.planner.model import Reader, model_of
 from monta_megatron.planner.plan import NUM_CHUNKS, Plan
 from monta_megatron.tools.launch.megatron_arguments import Answer
 from monta_megatron.tools.launch.run_config import (
     CLUSTER,
     DISPATCHER,
-    PARALLEL_ARGUMENTS,
     Arguments,
     RunConfig,
     from_words,

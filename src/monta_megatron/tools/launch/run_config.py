@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.rules import PositiveInt, Rule, Text
+from monta_megatron.common.rules import PositiveInt, Rule, Text, require
 from monta_megatron.integration.options import DISPATCHER_TYPE
-from monta_megatron.planner.layout import ParallelLayout
+from monta_megatron.planner.layout import PARALLEL_ARGUMENTS, ParallelLayout
 from monta_megatron.planner.model import Reader, load_arguments
 
 
@@ -42,17 +42,6 @@ FolderName = Annotated[
         lambda value: re.fullmatch(r"[A-Za-z0-9][\w.-]*", value, re.ASCII) is not None,
     ),
 ]
-
-
-# Field of the layout -> Megatron's argument. All are passed on, because Megatron's defaults differ:
-# without an ETP it takes ETP = TP.
-PARALLEL_ARGUMENTS = {
-    "tp": "tensor-model-parallel-size",
-    "ep": "expert-model-parallel-size",
-    "etp": "expert-tensor-parallel-size",
-    "pp": "pipeline-model-parallel-size",
-    "cp": "context-parallel-size",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +77,12 @@ class Container:
     workdir: Text | None = None
 
 
+# Options of sbatch that `start.sbatch_options` sets from other keys.
+OWN_OPTIONS = (
+    *("nodes", "ntasks", "ntasks-per-node", "output", "open-mode", "signal", "no-requeue"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
     """A job, whose nodes and tasks are those of the layout.
@@ -95,7 +90,7 @@ class Slurm:
     Attributes:
         options: of sbatch by their long names, such as `time: 240` (minutes) or `partition`. The
             GPUs and all memory of whole nodes are asked for by `gpus-per-node: N`, `exclusive:
-            true` and `mem: 0`.
+            true` and `mem: 0`. `requeue: false` lets the job end at its limit.
         signal_before_seconds: how long before the limit the training is told to write a checkpoint,
             if it has --save, --load and --exit-signal-handler; the job is then requeued.
         container: image of the ranks; without it they run on the host.
@@ -104,6 +99,11 @@ class Slurm:
     options: Mapping[str, ArgumentValue] = field(default_factory=dict)
     signal_before_seconds: PositiveInt = 300
     container: Container | None = None
+
+    def __post_init__(self) -> None:
+        for name in OWN_OPTIONS:
+            rule = "be left out; layout, signal_before_seconds and requeue: false decide"
+            require(name not in self.options, f"options.{name}", self.options.get(name), rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +215,7 @@ def merge(
     sources = (of_model, defaults, config.megatron, given)
     arguments: Arguments = {key_of(n): value for each in sources for n, value in each.items()}
     arguments = {name: value for name, value in arguments.items() if value is not False}
+    cluster = arguments.get(CLUSTER)
     # Stock's dispatchers refuse our options; so one file serves to compare with them.
     if arguments.get(DISPATCHER) != DISPATCHER_TYPE:
         ours = [name for name in arguments if name.startswith(MONTA_PREFIX)]
@@ -238,7 +239,7 @@ def merge(
         config,
         layout=layout,
         model=None,
-        cluster=others.get(CLUSTER, config.cluster),
+        cluster=cluster,
         megatron={name: value for name, value in others.items() if name != CLUSTER},
         script_arguments=script_arguments,
     )

@@ -97,13 +97,14 @@ def sbatch_options(run: Run) -> list[str]:
         **run.config.slurm.options,
     }
     signal_option = f"--signal=B:USR1@{run.config.slurm.signal_before_seconds}"
+    is_requeued = given.pop("requeue", True) and not run.lacks_to_resume
     return [
         *(f"{name}={','.join(each)}" if each else name for name, *each in words_of(given)),
         # sbatch replaces %j and the like in the whole path.
         f"--output={str(run.directory).replace('%', '%%')}/logs/%j.log",
         # A requeued job continues the log that it began.
         "--open-mode=append",
-        *(["--no-requeue"] if run.lacks_to_resume else [signal_option, "--requeue"]),
+        *([signal_option, "--requeue"] if is_requeued else ["--no-requeue"]),
     ]
 
 

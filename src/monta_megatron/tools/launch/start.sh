@@ -82,6 +82,7 @@ in_step() {
     ((nodes == SLURM_STEP_NUM_NODES)) ||
         die "--nodes: got $nodes, must be the $SLURM_STEP_NUM_NODES nodes of this srun"
     # Set by the batch script; in a container there may be no scontrol to ask.
+    ((nodes > 1)) || MASTER_ADDR=${MASTER_ADDR:-localhost}
     MASTER_ADDR=${MASTER_ADDR:-$(first_host "$SLURM_STEP_NODELIST")}
     export MASTER_ADDR MASTER_PORT
     if ((tasks == nodes)); then

@@ -16,10 +16,9 @@ from monta_megatron.common.rules import require
 from monta_megatron.common.text import counted, size_text, table
 from monta_megatron.core import Choice
 from monta_megatron.planner.curves import RESOURCE_NAMES
-from monta_megatron.planner.layout import uneven_stages
+from monta_megatron.planner.layout import PARALLEL_ARGUMENTS, uneven_stages
 from monta_megatron.planner.plan import IterationShare, Plan
 from monta_megatron.planner.ranking import best, cross_or_stay
-from monta_megatron.tools.launch.run_config import PARALLEL_ARGUMENTS
 from monta_megatron.tools.plan.request import Planned, PlanRequest, plan_request
 
 WIDTH, MOST_LINES, MOST_LAYOUTS = 100, 25, 8

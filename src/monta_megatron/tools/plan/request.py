@@ -9,10 +9,12 @@ from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import (
+    PARALLEL_ARGUMENTS,
     ParallelLayout,
     most_moe_layers,
     shape_of_layout,
     uneven_stages,
+    unread_split,
 )
 from monta_megatron.planner.model import Model, load_model
 from monta_megatron.planner.plan import Benefit, Plan
@@ -23,7 +25,6 @@ from monta_megatron.planner.ranking import (
     rank_layouts,
     training_memory,
 )
-from monta_megatron.tools.launch.run_config import PARALLEL_ARGUMENTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,8 @@ def plan_request(request: PlanRequest, node_size: int | None = None, **settings:
         f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}"
         for name, layers in (uneven_stages(model, layout.pp) or {}).items()
     ]
+    if layout.pp > 1 and (name := unread_split(model)):
+        notes.append(f"{name} is not followed: stages are taken to have equal numbers of layers")
 
     # Step 4: how often an iteration waits for it.
     tokens, number = shape.tokens_per_rank, None
