@@ -5,8 +5,15 @@ from pathlib import Path
 
 from prepare_text import VOCAB_SIZE
 
-from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
-
+# Of Megatron on CPU ranks: no Transformer Engine, no fused kernel, no processes that load data.
+CPU_RANKS_ARGUMENTS = (
+    *("--transformer-impl", "local"),
+    *("--num-workers", "0"),
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+)
 NODES, RANKS_PER_NODE = 2, 2
 
 

@@ -274,7 +274,7 @@ def test_configuration_made_in_code() -> None:
 @pytest.mark.old_end
 @on_ranks(4)
 def test_layer_spec() -> None:
-    """The way in that patches nothing: a spec, with the stock name in the configuration."""
+    """The way in by a spec, with the stock name in the configuration."""
     from monta_megatron.integration.layer import with_monta
 
     initialize(CASE)

@@ -14,6 +14,7 @@ from monta_megatron.common.files import CONFIGS
 from monta_megatron.core import Layout, Shape
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import planner_for
+from monta_megatron.integration.supported_settings import check_supported
 from monta_megatron.planner.cluster_file import load_cluster
 
 LAYOUT = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 0, 1, 1))
@@ -51,7 +52,7 @@ def test_an_exchange_on_more_nodes_than_there_are_is_refused() -> None:
     options = Options(cluster=load_cluster("a800_2x8_ib200"))
     assert planner_for(options, config(), LAYOUT, permuted_only=False)
     spread = Layout(ep=4, etp=1, num_local_experts=2, rank=0, nodes=(0, 1, 2, 3))
-    with pytest.raises(ValueError, match=r"has 2 nodes, must have at least the 4 of the exch"):
+    with pytest.raises(ValueError, match=r"num_nodes: got 2, must be at least the 4 of the exch"):
         planner_for(options, config(), spread, permuted_only=False)
 
 
@@ -65,6 +66,13 @@ def test_only_auto_is_tuned() -> None:
             return str(error)
 
     golden.check_cases(Path(__file__).parent / "golden" / "tune_steps.txt", answer)
+
+
+def test_variables_hold_where_a_layer_spec_has_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_MONTA_OVERLAP_EXPERTS", "1")
+    assert Options.of(config()).overlap_experts
+    with pytest.raises(ValueError, match="delay_wgrad_compute: not supported with moe_monta_over"):
+        check_supported(config(delay_wgrad_compute=True))
 
 
 def test_a_cluster_file_is_read_once_unless_it_changes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ REASON = "moe_monta_chain: hierarchical_alltoall cannot run here: uneven nodes"
 
 @pytest.fixture(autouse=True)
 def refusing_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "_checked", [])
+    monkeypatch.setattr(arguments, "_command_line_seen", [])
     refuse = mock.Mock(side_effect=UserError(REASON))
     monkeypatch.setattr(dispatcher, "MontaTokenDispatcher", refuse)
 
@@ -58,5 +58,6 @@ def test_process_groups_by_position() -> None:
 
     config, groups = SimpleNamespace(moe_token_dispatcher_type="monta"), SimpleNamespace()
     with mock.patch.object(dispatcher, "MontaTokenDispatcher") as made:
+        made.return_value.setup.options.overlap_experts = False
         layer.build_with_monta(construct, mock.MagicMock(), config, None, 1, groups)
     assert made.call_args.kwargs["pg_collection"] is groups

@@ -115,8 +115,9 @@ def _check_plan(parsed: argparse.Namespace) -> None:
     for flag, others in EXCLUDED_WITH.items():
         if getattr(parsed, flag) is not None:
             _exclude_flags(parsed, others, f"with --{flag}")
-    if parsed.sweep is not None and parsed.sweep[0] != "ep":
-        _require_flags(parsed, ("ep",), "with --sweep")
+    if parsed.sweep is not None:
+        _exclude_flags(parsed, parsed.sweep[:1], "with --sweep")
+        _require_flags(parsed, {"ep"} - {parsed.sweep[0]}, "with --sweep")
     if parsed.out is not None and parsed.out.exists():
         raise UserError(f"--out: got {parsed.out}, must not exist")
 
@@ -201,7 +202,7 @@ def run_place(parsed: argparse.Namespace) -> int:
     print_report(report, parsed.json)
     if parsed.out is not None:
         tell("place", f"{parsed.out} is not written" if report.refused else f"wrote {parsed.out}")
-    return int(parsed.out is not None and report.refused is not None)
+    return int(report.refused is not None)
 
 
 def _apply(parsed: argparse.Namespace) -> int:

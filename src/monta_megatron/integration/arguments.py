@@ -34,7 +34,7 @@ from monta_megatron.integration.options import (
 )
 from monta_megatron.integration.planning import check_chain_runs
 from monta_megatron.integration.registration import PATCHES
-from monta_megatron.integration.supported_settings import check_megatron_version, check_supported
+from monta_megatron.integration.supported_settings import check_supported
 
 
 def is_monta(config: object) -> bool:
@@ -138,9 +138,8 @@ def check_config(config: Any) -> None:
     Args:
         config: a TransformerConfig, or parsed arguments.
     """
-    check_megatron_version()
-    options = Options.of(config)
     check_supported(config)
+    options = Options.of(config)
     ep_size = getattr(config, "expert_model_parallel_size", None) or 1
     etp_size = etp_size_of(config)
     # Rules that depend on the nodes are checked once they are known.
@@ -189,7 +188,7 @@ def _checking_monta(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 # Not empty once Megatron has validated a command line in this process.
-_checked: list[bool] = []
+_command_line_seen: list[bool] = []
 
 
 def patch_arguments(arguments: Any) -> None:
@@ -198,7 +197,7 @@ def patch_arguments(arguments: Any) -> None:
 
     @functools.wraps(original)
     def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
-        _checked.append(True)
+        _command_line_seen.append(True)
         try:
             check_arguments(args)
         except UserError as error:
@@ -241,7 +240,7 @@ def refuse(error: UserError, reports: bool) -> NoReturn:
     Raises:
         UserError: the error itself, outside of such a training, so that callers may handle it.
     """
-    if not _checked:
+    if not _command_line_seen:
         raise error
     if reports:
         print(shown(f"monta: error: {error}"), file=sys.stderr, flush=True)

@@ -58,9 +58,7 @@ def build_with_monta(
 
     from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 
-    if not is_monta(config):
-        # Elsewhere this is done where the configuration is checked.
-        set_launch_order()
+    set_launch_order()
     given = inspect.signature(construct).bind_partial(layer, config, *args, **kwargs).arguments
     groups = (given | kwargs).get("pg_collection") or get_default_pg_collection()
     try:
@@ -71,7 +69,7 @@ def build_with_monta(
             layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
         )
         # All ranks have agreed on the option by now, so none refuses its experts alone.
-        if getattr(config, "moe_monta_overlap_experts", False):
+        if dispatcher.setup.options.overlap_experts:
             # Only trainings that ask for it import it.
             from monta_megatron.integration.experts import prepare_layer
 

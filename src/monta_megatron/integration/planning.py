@@ -12,7 +12,6 @@ import torch.distributed as dist
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.common import __version__
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.text import counted
 from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange.collectives import nccl_settings
 from monta_megatron.exchange.kernels import is_fused
@@ -35,6 +34,7 @@ AGREED_FIELDS = (
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_router_dtype",
+    "moe_expert_capacity_factor",
     "batch_invariant_mode",
 )
 # Layers of one shape share their prices.
@@ -65,12 +65,7 @@ def planner_for(
     from monta_megatron.planner.plan import NUM_CHUNKS
 
     cluster = options.cluster or uncalibrated(layout, gpu_name())
-    if layout.num_nodes > cluster.num_nodes:
-        raise UserError(
-            f"moe_monta_cluster: {cluster.name} has {counted(cluster.num_nodes, 'node')}, must "
-            f"have at least the {layout.num_nodes} of the exchange; num_nodes in the file is that "
-            "of the cluster, not of the calibration"
-        )
+    cluster.check_has(layout.num_nodes)
     # Prices depend on both, so all ranks must have the same; results do not.
     cluster = cluster.with_kernels(is_fused(options.kernels, device_type()))
     if not communicators_overlap():
@@ -144,7 +139,7 @@ def agreed_config(
         "moe_monta_cluster": None if cluster is None else cluster.name,
         # Costs are too long for a message. Without a cluster file they follow from the GPU.
         "GPU": gpu_name() if is_priced and cluster is None else None,
-        "hash of the costs": hash_of({"costs": repr(cluster)}) if is_priced else None,
+        "hash of the costs": hash_of({"costs": repr(cluster)}),
         "whether communicators overlap": communicators_overlap() if is_priced else None,
         "permuted_only": permuted_only,
         **{name: str(getattr(config, name, None)) for name in AGREED_FIELDS},

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from monta_megatron.common import __version__
 from monta_megatron.common.errors import UserError
-from monta_megatron.integration.options import etp_size_of
+from monta_megatron.integration.options import Options, etp_size_of
 
 # First supported release, and first unsupported one after it.
 SUPPORTED = ((0, 16), (0, 21))
@@ -66,11 +66,11 @@ def _graphs_whole_exchange(config: Any) -> bool:
     implementation = getattr(config, "cuda_graph_impl", "none")
     if implementation == "none":
         return False
-    # 0.16 calls the field cuda_graph_scope; members are enums or strings, depending on release.
-    modules = getattr(config, "cuda_graph_modules", None) or getattr(
-        config, "cuda_graph_scope", None
-    )
-    names = {getattr(module, "name", str(module)) for module in modules or []}
+    # A deprecated name, if set, wins over its successor; values are enums, texts or lists of them.
+    fields = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
+    given: Any = next(filter(None, (getattr(config, name, None) for name in fields)), [])
+    modules = given.split(",") if isinstance(given, str) else given
+    names = {getattr(module, "name", str(module)) for module in modules} - {"full"}
     # 0.16 lists the whole iteration as one of the modules.
     whole = implementation == "full_iteration" or bool(names & {"full_iteration", "moe"})
     return whole or not names
@@ -175,13 +175,14 @@ UNSUPPORTED_WITH_OVERLAP = (
 
 
 def check_supported(config: Any) -> None:
-    """Refuse a configuration with a setting that this dispatcher does not support.
+    """Refuse a Megatron, or a configuration with a setting, that this dispatcher does not support.
 
     Raises:
         UserError: names the setting and the reason.
     """
+    check_megatron_version()
     refused = [("moe_token_dispatcher_type='monta'", each) for each in UNSUPPORTED]
-    if getattr(config, "moe_monta_overlap_experts", False):
+    if Options.of(config).overlap_experts:
         refused += [("moe_monta_overlap_experts", each) for each in UNSUPPORTED_WITH_OVERLAP]
     for option, (setting, reason, condition) in refused:
         if condition(config) if condition is not None else getattr(config, setting, False):

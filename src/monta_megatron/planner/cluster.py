@@ -255,6 +255,11 @@ class Cluster:
             nics_per_node=nics,
         )
 
+    def check_has(self, num_nodes: int) -> None:
+        """Refuse an exchange on more nodes by a UserError."""
+        rule = f"be at least the {num_nodes} of the exchange; give the nodes of the whole cluster"
+        require(num_nodes <= self.num_nodes, f"{self.name}: num_nodes", self.num_nodes, rule)
+
     def nodes_of(
         self, ranks: Sequence[int], hosts: Sequence[str]
     ) -> tuple[tuple[int, ...], str | None]:

@@ -173,7 +173,7 @@ def _moe_layers(flat: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
 
     def integer(names: str, default: int) -> int:
         values = (flat.get(name) for name in names.split())
-        return max(default, *(value for value in values if type(value) is int), default)
+        return max([default, *(value for value in values if type(value) is int)])
 
     first, step, every = integer(FIRST_DENSE, 0), integer(STEPS, 1), integer("moe_layer_freq", 1)
     has_experts = [

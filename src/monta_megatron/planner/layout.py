@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from monta_megatron.chains.chain import MOST_TOKENS
 from monta_megatron.common.rules import PositiveInt, require
@@ -201,17 +202,16 @@ def stages_of(model: Model, pp: int) -> list[slice]:
     Hand-worked: 61 layers on 4 stages are 16, 16, 16 and 13; with
     --decoder-first-pipeline-num-layers 13 they are 13 and three times 16.
     """
-    read, ends = Reader(model.arguments, model.name), (0, pp - 1)
-    given = {stage: read.optional(name) for stage, name in zip(ends, END_STAGES, strict=True)}
-    sizes = {stage: size for stage, size in given.items() if size is not None and pp > 1}
-    counted = [stage for stage, name in zip(ends, COUNTED, strict=True) if read.flag(name)]
-    rest = model.num_layers + len(counted) - sum(sizes.values())
-    size = math.ceil(rest / max(pp - len(sizes), 1))
-    starts = [0]
-    for stage in range(pp):
-        starts.append(starts[-1] + sizes.get(stage, size - counted.count(stage)))
-    stages = zip(starts, [*starts[1:-1], model.num_layers], strict=False)
-    return [slice(first, end) for first, end in stages if first < model.num_layers]
+    read = Reader(model.arguments, model.name)
+    before, after = map(read.flag, COUNTED)
+    first, last = map(read.optional, END_STAGES) if pp > 1 else (None, None)
+    num_even = pp - (first is not None) - (last is not None)
+    rest = model.num_layers + before + after - (first or 0) - (last or 0)
+    size = math.ceil(rest / max(num_even, 1))
+    sizes = [first or size, *[size] * (pp - 2), last or size][:pp]
+    # The embedding is layer -1, the loss the one after the last.
+    stages = pairwise(accumulate(sizes, initial=-int(before)))
+    return [slice(max(start, 0), end) for start, end in stages if start < model.num_layers]
 
 
 def most_moe_layers(model: Model, pp: int) -> int:

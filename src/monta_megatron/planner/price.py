@@ -137,6 +137,7 @@ def price(
         num_chunks: in how many chunks.
         phase: whether the backward passes are priced too.
     """
+    cluster.check_has(shape.layout.num_nodes)
     programs, traffic, peak = _expected(shape, chain, num_chunks, phase, cluster.policy)
     works: list[Work] = []
     tasks: list[Task] = []

@@ -7,7 +7,7 @@
     warm-up         the first trial of a candidate, which is not compared
     round           steps in which every candidate has a trial
     tuning window   three rounds, in a round robin
-    winner          the candidate with the shortest iteration
+    winner          the candidate with the shortest iteration; of equal ones, the best predicted
 
     step                    choice
     before the window       the planner's pick
@@ -82,7 +82,7 @@ class TuningWindow:
         workload: the most frequent one of the timed trials; of several, the largest.
         measured_us: the shortest iteration of each candidate, over its timed trials of that
             workload but the warm-up.
-        best: the fastest so far, the best predicted of those within 1%; None if none is measured.
+        best: the fastest so far, of equal ones the best predicted; None if none is measured.
     """
 
     candidates: dict[Choice, float]

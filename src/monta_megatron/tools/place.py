@@ -147,14 +147,15 @@ def place(
     if out is not None and out.exists():
         raise UserError(f"--out: got {out}, must not exist")
     model, cluster = load_model(model_file), load_cluster(cluster_file)
-    layout = ParallelLayout(world_size=cluster.num_ranks, ep=ep, etp=etp)
+    layout = ParallelLayout(world_size=ep * etp, ep=ep, etp=etp)
     exchange = exchange_of(layout, model.num_experts, cluster.ranks_per_node)
+    cluster.check_has(exchange.num_nodes)
     num_nodes, groups = exchange.num_nodes, model.moe_router_num_groups or 1
     problem = layout.incompatibility(model) or exchange.uneven_nodes()
     if any(max(num, groups) % min(num, groups) for num in (ep, num_nodes)):
         problem = problem or f"the router has {groups} groups, which must stay together"
     if problem is not None:
-        raise UserError(f"--ep: got {ep} on {num_nodes} nodes: {problem}")
+        raise UserError(f"--ep: got {ep} on {counted(num_nodes, 'node')}: {problem}")
     parts = {"rank": ep, "node": num_nodes}
 
     def measure(routing_TE: RoutingMap) -> dict[str, float]:

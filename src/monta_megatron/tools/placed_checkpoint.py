@@ -62,7 +62,7 @@ def read_placement(path: Path, *, undo: bool = False) -> Placement:
         undo: return the placement that undoes it.
 
     Raises:
-        UserError: it is no such file.
+        UserError: it is no such file, or its placement was refused.
     """
     document = files.read_json(path)
     try:
@@ -73,6 +73,8 @@ def read_placement(path: Path, *, undo: bool = False) -> Placement:
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: must be a file that `monta place --out` wrote") from error
+    if document.get("refused"):
+        raise UserError(f"{path}: is refused: {document['refused']}")
     return inverse if undo else placement
 
 

@@ -148,7 +148,7 @@ def _names(kind: str, name: str, process: int, thread: int) -> Iterator[dict[str
     """Events that name a process or thread, and sort it by its number."""
     where = {"ph": "M", "pid": process, "tid": thread}
     yield {**where, "name": f"{kind}_name", "args": {"name": name}}
-    yield {**where, "name": f"{kind}_sort_index", "args": {"sort_index": thread}}
+    yield {**where, "name": f"{kind}_sort_index", "args": {"sort_index": process + thread}}
 
 
 def _slice(span: Span, process: int, thread: int) -> dict[str, Any]:

@@ -120,6 +120,8 @@ def prepare(settings: Settings, cluster: Cluster | None) -> Bench:
         rank=dist.get_rank(group),
         nodes=tuple(nodes[rank] for rank in dist.get_process_group_ranks(group)),
     )
+    if cluster is not None:
+        cluster.check_has(layout.num_nodes)
     return Bench(
         settings=settings,
         cluster=cluster,

@@ -78,9 +78,7 @@ class Container:
 
 
 # Options of sbatch that `start.sbatch_options` sets from other keys.
-OWN_OPTIONS = (
-    *("nodes", "ntasks", "ntasks-per-node", "output", "open-mode", "signal", "no-requeue"),
-)
+OWN_OPTIONS = ("nodes", "ntasks", "ntasks-per-node", "output", "open-mode", "signal", "no-requeue")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +135,8 @@ class RunConfig:
 
 
 DISPATCHER = "moe-token-dispatcher-type"
-MONTA_PREFIX = "moe-monta-"
+# Arguments that begin so -> the one dispatcher that takes them.
+ONLY_FOR = {"moe-monta-": DISPATCHER_TYPE, "moe-flex-": "flex", "moe-enable-deepep": "flex"}
 CLUSTER = "moe-monta-cluster"
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 
@@ -216,12 +215,12 @@ def merge(
     arguments: Arguments = {key_of(n): value for each in sources for n, value in each.items()}
     arguments = {name: value for name, value in arguments.items() if value is not False}
     cluster = arguments.get(CLUSTER)
-    # Stock's dispatchers refuse our options; so one file serves to compare with them.
-    if arguments.get(DISPATCHER) != DISPATCHER_TYPE:
-        ours = [name for name in arguments if name.startswith(MONTA_PREFIX)]
-        if ours:
-            notes = (*notes, f"{', '.join(ours)}: left out, {DISPATCHER} is not {DISPATCHER_TYPE}")
-        arguments = {name: arguments[name] for name in arguments if name not in ours}
+    # A dispatcher refuses options of another; so one file serves to compare them.
+    for prefix, dispatcher in ONLY_FOR.items():
+        refused = [name for name in arguments if name.startswith(prefix)]
+        if refused and arguments.get(DISPATCHER) != dispatcher:
+            notes = (*notes, f"{', '.join(refused)}: left out, {DISPATCHER} is not {dispatcher}")
+            arguments = {name: arguments[name] for name in arguments if name not in refused}
 
     # Step 3: the layout, and the arguments that are its.
     read = Reader(arguments, "megatron")
