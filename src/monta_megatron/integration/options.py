@@ -162,11 +162,7 @@ class Options:
         is_off = getattr(source, "deterministic_mode", False)
         tuned = DEFAULT_TUNE_STEPS if is_auto and not is_off else 0
         tune_steps = given.setdefault("tune_steps", tuned)
-        check(
-            "tune_steps",
-            tune_steps == 0 or not is_off,
-            "be 0 or left out in deterministic mode",
-        )
+        check("tune_steps", tune_steps == 0 or not is_off, "be 0 or left out in deterministic mode")
         named = "be 0 or left out where a chain is named, which is used as it is"
         check("tune_steps", tune_steps == 0 or is_auto, named)
         if not is_auto:
