@@ -5,15 +5,8 @@ from pathlib import Path
 
 from prepare_text import VOCAB_SIZE
 
-# Of Megatron on CPU ranks: no Transformer Engine, no fused kernel, no processes that load data.
-CPU_RANKS_ARGUMENTS = (
-    *("--transformer-impl", "local"),
-    *("--num-workers", "0"),
-    "--no-gradient-accumulation-fusion",
-    "--no-masked-softmax-fusion",
-    "--no-persist-layer-norm",
-    "--no-rope-fusion",
-)
+from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
+
 NODES, RANKS_PER_NODE = 2, 2
 
 

@@ -13,6 +13,7 @@ from slurm_cluster import JOB_LIMIT_S, Cluster
 from test_start_script import PLACES
 from tuning_results import ALLTOALL, logged_windows
 
+from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import prepare
@@ -34,9 +35,7 @@ TRAINING = f"""
     --micro-batch-size 2 --global-batch-size 4 --lr 5e-3 --seed 7
     --tokenizer-type NullTokenizer --vocab-size 256 --mock-data --split 100,0,0
     --train-iters {ITERATIONS} --eval-iters 0 --eval-interval 100 --log-interval 1
-    --transformer-impl local --num-workers 0 --no-gradient-accumulation-fusion
-    --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion
-    --distributed-timeout-minutes 2
+    --distributed-timeout-minutes 2 {" ".join(CPU_RANKS_ARGUMENTS)}
 """
 # The format that starts no further processes to write with.
 CHECKPOINTS = "--save {0} --load {0} --save-interval 100 --ckpt-format torch --exit-signal-handler"

@@ -189,11 +189,6 @@ END_STAGES = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-la
 COUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 
 
-def unread_split(model: Model) -> str | None:
-    """The argument that splits the layers of a model as `stages_of` does not follow, or None."""
-    return next(filter(Reader(model.arguments, model.name).value, UNREAD_SPLITS), None)
-
-
 def stages_of(model: Model, pp: int) -> list[slice]:
     """Layers of each pipeline stage: consecutive, as many in each but a shorter last one.
 

@@ -10,13 +10,13 @@ from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import (
     PARALLEL_ARGUMENTS,
+    UNREAD_SPLITS,
     ParallelLayout,
     most_moe_layers,
     shape_of_layout,
     uneven_stages,
-    unread_split,
 )
-from monta_megatron.planner.model import Model, load_model
+from monta_megatron.planner.model import Model, Reader, load_model
 from monta_megatron.planner.plan import Benefit, Plan
 from monta_megatron.planner.plan import plan as plan_shape
 from monta_megatron.planner.ranking import (
@@ -125,8 +125,9 @@ def plan_request(request: PlanRequest, node_size: int | None = None, **settings:
         f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}"
         for name, layers in (uneven_stages(model, layout.pp) or {}).items()
     ]
-    if layout.pp > 1 and (name := unread_split(model)):
-        notes.append(f"{name} is not followed: stages are taken to have equal numbers of layers")
+    split = next(filter(Reader(model.arguments, model.name).value, UNREAD_SPLITS), None)
+    if layout.pp > 1 and split is not None:
+        notes.append(f"{split} is not followed: stages are taken to have equal numbers of layers")
 
     # Step 4: how often an iteration waits for it.
     tokens, number = shape.tokens_per_rank, None
