@@ -137,7 +137,7 @@ def test_every_message_of_a_collective_starts_by_itself() -> None:
         ("alltoall", "host", 1, 1, 2),
     ):
         links = [link(1e9, 5.0)] * 3
-        cluster = cluster_of(*links, ranks=ranks_per_node, policy=policy, host=host)
+        cluster = cluster_of(*links, num_nodes=8, ranks=ranks_per_node, policy=policy, host=host)
         shape = shape_of(8, ranks_per_node=ranks_per_node)
         found = price(shape, cluster, CHAINS[chain], 1, "forward")
         (exchange,) = works(found, "dispatch", "alltoall")

@@ -28,7 +28,11 @@ def shown(layout: Layout, routing: Routing) -> dict[int, int]:
 
 
 H100 = replace(preset("h100_8x_ndr"), ranks_per_node=4, nics_per_node=2)
-CLUSTERS = (H100, replace(H100, nics_per_node=4), preset("emulated_2x4_500mbit"))
+CLUSTERS = (
+    H100,
+    replace(H100, nics_per_node=4),
+    replace(preset("emulated_2x4_500mbit"), num_nodes=8),
+)
 
 
 @st.composite
