@@ -106,8 +106,8 @@ def add_doctor_arguments(parser: Parser) -> None:
 def run_doctor(parsed: argparse.Namespace) -> int:
     """Check the installation.
 
-    Check what is installed, which way into Megatron is active, and what is missing, for which the
-    exit status is 1.
+    Check what is installed, which way into Megatron is active, and what is missing. The exit status
+    is 1 if something is.
 
     example: monta doctor
     """

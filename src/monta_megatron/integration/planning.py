@@ -19,6 +19,7 @@ from monta_megatron.exchange.launch_order import communicators_overlap
 from monta_megatron.exchange.streams import device_type, gpu_name
 from monta_megatron.integration.options import OPTION_NAMES, Options
 from monta_megatron.planner.choose import Planner
+from monta_megatron.planner.plan import NUM_CHUNKS
 from monta_megatron.planner.routing import UniformRouting
 
 if TYPE_CHECKING:
@@ -60,9 +61,8 @@ def planner_for(
     if chain is not None:
         assert num_chunks is not None, "a named chain has a number of chunks"
         return Planner(chains=(chain,), num_chunks=(num_chunks,), splits_experts=splits_experts)
-    # A named chain needs no prices.
+    # A named chain needs no costs.
     from monta_megatron.planner.cluster_file import uncalibrated
-    from monta_megatron.planner.plan import NUM_CHUNKS
 
     cluster = options.cluster or uncalibrated(layout, gpu_name())
     cluster.check_has(layout.num_nodes)

@@ -66,7 +66,7 @@ def _graphs_whole_exchange(config: Any) -> bool:
     implementation = getattr(config, "cuda_graph_impl", "none")
     if implementation == "none":
         return False
-    # A deprecated name, if set, wins over its successor; values are enums, texts or lists of them.
+    # A deprecated name, if set, wins over its successor; a text, or a list of texts or enums.
     fields = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
     given: Any = next(filter(None, (getattr(config, name, None) for name in fields)), [])
     modules = given.split(",") if isinstance(given, str) else given

@@ -100,7 +100,7 @@ class Slurm:
 
     def __post_init__(self) -> None:
         for name in OWN_OPTIONS:
-            rule = "be left out; layout, signal_before_seconds and requeue: false decide"
+            rule = "be left out: launch sets it, by layout, signal_before_seconds and requeue"
             require(name not in self.options, f"options.{name}", self.options.get(name), rule)
 
 
