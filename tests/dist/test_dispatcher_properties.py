@@ -97,29 +97,33 @@ def test_every_dispatcher_gives_what_stock_gives(pools: Pools) -> None:
     run_cases(pools[4], check, islice(draw_cases(4, seed=0), NUM_CASES))
 
 
-@pytest.mark.parametrize(
-    ("tp", "shape"),
-    [
-        *((1, (4, 1, ranks_per_node)) for ranks_per_node in (4, 3, 2, 1)),
-        *((1, (2, 2, ranks_per_node)) for ranks_per_node in (4, 2)),
-        *((2, shape) for shape in ((4, 1, 2), (2, 2, 2))),
-        *((4, shape) for shape in ((2, 1, 3), (1, 4, 4))),
-    ],
-    ids=str,
-)
-def test_a_layer(pools: Pools, tp: int, shape: tuple[int, int, int]) -> None:
+# TP, then EP, ETP, ranks per node.
+LAYERS = [
+    *((1, (4, 1, ranks_per_node)) for ranks_per_node in (4, 3, 2, 1)),
+    *((1, (2, 2, ranks_per_node)) for ranks_per_node in (4, 2)),
+    *((2, shape) for shape in ((4, 1, 2), (2, 2, 2))),
+    *((4, shape) for shape in ((2, 1, 3), (1, 4, 4))),
+]
+
+
+@pytest.mark.parametrize("place", range(len(LAYERS)), ids=map(str, LAYERS))
+def test_a_layer(pools: Pools, place: int) -> None:
     """Every chain with Megatron's experts: what they get, the output, all gradients."""
+    tp, shape = LAYERS[place]
     cases = cases_on([shape], Case, tp=tp, checked=False)
     if tp == 2:
         cases += [replace(case, pipelined=True) for case in cases if case.has_tokens]
-    changed, products = [], product(cases, (1, 2, 3), TABLES["batches"])
-    for number, (case, num_local_experts, changes) in enumerate(products):
+    changed = []
+    # Stock runs a batch once for all chains.
+    for (batch, changes), case in product(enumerate(TABLES["batches"], start=place), cases):
+        # Rows are moved whatever they hold: each case meets one number of chunks, and a batch one
+        # number of experts on each layout.
+        num_local_experts = batch % 3 + 1
         more = {
             "num_local_experts": num_local_experts,
             "topk": min(3, shape[0] * num_local_experts - 1) or 1,
-            # Rows are moved whatever they hold: each case meets one number of chunks.
-            "num_chunks": number % 7 + 1,
-            "dtype": ("float32", "bfloat16")[number % 2],
+            "num_chunks": len(changed) % 7 + 1,
+            "dtype": ("float32", "bfloat16")[batch % 2],
         }
         changed.append(replace(case, **(more | changes)))
     run_cases(pools[4], check, iter(changed))

@@ -17,7 +17,7 @@ from pool import Pool, Pools
 C = TypeVar("C")
 
 # In the ordinary test run; scripts/property_tests.py runs more.
-NUM_CASES = {4: 500, 8: 50}
+NUM_CASES = {4: 300, 8: 50}
 BATCH = 50
 
 

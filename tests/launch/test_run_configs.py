@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(120)
 MODELS = sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))
 IMPORTED_ONCE = (
     "megatron.training.arguments",
+    "megatron.core.tokenizers.text",
     "monta_megatron.tools.launch.megatron_arguments",
 )
 # Those that the model names as Megatron does.

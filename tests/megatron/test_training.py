@@ -53,7 +53,9 @@ PIPELINED = """
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ForkedRanks]:
     hybrid = ("megatron.core.models.hybrid.hybrid_model",) if HAS_TRITON else ()
-    ranks = ForkedRanks("megatron.training", "megatron.core.models.gpt", *hybrid)
+    # What every training imports, text tokenizers too, and mock data that is shuffled in no time.
+    modules = "megatron.training", "megatron.core.models.gpt", "megatron.core.tokenizers.text"
+    ranks = ForkedRanks(*modules, "small_mock_data", *hybrid)
     yield ranks
     ranks.close()
 

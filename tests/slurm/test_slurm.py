@@ -30,8 +30,7 @@ TRAINING = f"""
     --seq-length 32 --max-position-embeddings 32 --disable-bias-linear
     --attention-dropout 0 --hidden-dropout 0 --num-experts 4 --moe-router-topk 2
     --moe-token-dispatcher-type monta --moe-monta-chain alltoall_allgather
-    --tensor-model-parallel-size 2 --sequence-parallel
-    --expert-model-parallel-size 2 --expert-tensor-parallel-size 2
+    --expert-model-parallel-size 2
     --micro-batch-size 2 --global-batch-size 4 --lr 5e-3 --seed 7
     --tokenizer-type NullTokenizer --vocab-size 256 --mock-data --split 100,0,0
     --train-iters {ITERATIONS} --eval-iters 0 --eval-interval 100 --log-interval 1
@@ -60,7 +59,7 @@ def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
     # Step 1: without an interruption, by train.sbatch.
     script = (str(SCRIPTS / "slurm" / "train.sbatch"), str(SCRIPTS / "quickstart" / "train.py"))
     words = f"{TRAINING} --record {whole}".split()
-    job, log = slurm.submit(tmp_path, *script, *words, RANKS_PER_NODE="2")
+    job, log = slurm.submit(tmp_path, *script, *words, RANKS_PER_NODE="1")
     slurm.complete(job, log)
     assert printed_iterations(log) == list(range(1, ITERATIONS + 1))
     assert len(losses(whole)) == ITERATIONS
@@ -69,7 +68,7 @@ def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
     says = "|".join(logged_windows(2 * [ALLTOALL]))
     run = {
         **{"name": "parts", "script": str(Path(__file__).with_name("pausing_train.py"))},
-        **{"layout": {"nodes": 2, "ranks_per_node": 2}, "megatron": {}},
+        **{"layout": {"nodes": 2, "ranks_per_node": 1}, "megatron": {}},
         "environment": {"PAUSES_AFTER": SIGNALLED_ITERATION, "SAYS": says},
     }
     run_file.write_text(yaml.safe_dump(run))

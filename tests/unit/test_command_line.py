@@ -25,10 +25,10 @@ BASE = (
 
 def print_parsed(words: list[str], variables: dict[str, str]) -> None:
     """Parse a command line as a training script does, perhaps on another release."""
+    os.environ.update(variables)
     import megatron.core.package_info
     from megatron.training.arguments import parse_and_validate_args
 
-    os.environ.update(variables)
     if version := variables.get("MEGATRON"):
         megatron.core.package_info.__version__ = version
     sys.argv[1:] = words
@@ -37,10 +37,10 @@ def print_parsed(words: list[str], variables: dict[str, str]) -> None:
     print("parsed", *values)
 
 
-def megatron_with(**variables: str) -> Preloaded:
-    """Megatron's parser, as the only rank has imported it."""
-    variables |= {"MONTA_CPU_RANKS": "1", "RANK": "0", "WORLD_SIZE": "1"}
-    return Preloaded("megatron.training.arguments", **variables)
+def on_a_rank(*modules: str) -> Preloaded:
+    """The only rank, which has imported them."""
+    variables = {"MONTA_CPU_RANKS": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    return Preloaded(*modules, **variables)
 
 
 def test_arguments() -> None:
@@ -51,12 +51,10 @@ def test_arguments() -> None:
         given = [word for word in case.split() if word[0] != "-" and "=" in word]
         variables = dict(word.split("=") for word in given)
         words = [*BASE.split(), *CPU_RANKS_ARGUMENTS, *case.split()[len(given) :]]
-        if any(name.startswith("MOE_MONTA_") for name in variables):
-            # They are read when Megatron's parser is imported.
-            with closing(megatron_with(**variables)) as process:
-                result = process.run(print_parsed, words, variables)
-        else:
-            result = shared.run(print_parsed, words, variables)
+        # They are read when Megatron is imported.
+        is_early = any(name.startswith("MOE_MONTA_") for name in variables)
+        process = without_megatron if is_early else with_megatron
+        result = process.run(print_parsed, words, variables)
         is_good = result.returncode == 0
         assert is_good or (result.returncode == 2 and "Traceback" not in result.stderr), (
             result.stderr
@@ -65,5 +63,9 @@ def test_arguments() -> None:
         (line,) = [each for each in lines if each.startswith(("parsed ", "monta: error: "))]
         return line
 
-    with closing(megatron_with()) as shared:
+    megatron = "megatron.training.arguments", "megatron.core.tokenizers.text"
+    with (
+        closing(on_a_rank("torch")) as without_megatron,
+        closing(on_a_rank(*megatron)) as with_megatron,
+    ):
         golden.check_cases(Path(__file__).parent / "golden" / "command_line.txt", answer)

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheel
 
 from preloaded import Preloaded
 
-NUM_CASES, BATCH = 200, 20
+NUM_CASES, BATCH = 120, 20
 
 
 @pytest.fixture(scope="module")
