@@ -1,9 +1,9 @@
 """A pool of ranks that is started once per world size and reused by every test.
 
-Importing torch and Megatron costs seconds per process, so one process imports them and forks the
-ranks, which stay alive and run one function after another. A rank that fails, or a time limit that
-passes, ends the pool: the error holds every rank's traceback or stack, and the next test gets a
-fresh pool.
+Importing torch and Megatron costs seconds per process, so one process imports them for all pools
+and forks the ranks, which stay alive and run one function after another. A rank that fails, or a
+time limit that passes, ends the pool: the error holds every rank's traceback or stack, and the next
+test gets a fresh pool.
 """
 
 import faulthandler
@@ -63,11 +63,15 @@ class Pool:
             "POOL_BACKEND": backend,
             "POOL_GROUP_LIMIT_S": str(group_limit_s),
         }
-        spawn = multiprocessing.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(world_size)]
+        # With a GPU each rank imports for itself: CUDA does not survive a fork.
+        kind = "forkserver" if backend == "gloo" else "spawn"
+        context: Any = multiprocessing.get_context(kind)
+        context.set_forkserver_preload(["monta_megatron.integration.dispatcher"])
+        pipes = [context.Pipe() for _ in range(world_size)]
         self._connections: list[Connection] = [ours for ours, _ in pipes]
         of_ranks = [of_rank for _, of_rank in pipes]
-        self._process = spawn.Process(target=_fork_ranks, args=(of_ranks,), daemon=True)
+        arguments = environment, of_ranks
+        self._process = context.Process(target=_fork_ranks, args=arguments, daemon=True)
         with mock.patch.dict(os.environ, environment):
             self._process.start()
         for each in of_ranks:
@@ -200,17 +204,14 @@ def _run_body(module: str, name: str, arguments: dict[str, Any]) -> str:
     return ""
 
 
-def _fork_ranks(connections: list[Connection]) -> None:
-    """Import once, fork a rank for each connection, and stay until the last of them has ended."""
+def _fork_ranks(environment: dict[str, str], connections: list[Connection]) -> None:
+    """Fork a rank for each connection, and stay until the last of them has ended."""
+    os.environ.update(environment)
     # A session of its own: whatever it has forked ends with it.
     os.setsid()
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, sys.stdout.fileno())
     import torch
-
-    if os.environ["POOL_BACKEND"] == "gloo":
-        # With a GPU each rank imports for itself: CUDA does not survive a fork.
-        from monta_megatron.integration import dispatcher  # noqa: F401
 
     torch.set_num_threads(1)
     for rank, connection in enumerate(connections):
