@@ -5,6 +5,7 @@
 #                                       marked old_end on the oldest
 #   scripts/test.sh ARGS...             pytest ARGS on the newest alone
 #   scripts/test.sh --old-end ARGS...   pytest ARGS, of those marked old_end, on the oldest alone
+#   scripts/test.sh --install-old-end   install the oldest alone, and test nothing
 set -euo pipefail
 
 # shellcheck source=scripts/python_env.sh
@@ -28,7 +29,7 @@ test_new_end() {
     "$MAIN_VENV/bin/python" -m pytest "$@"
 }
 
-test_old_end() {
+install_old_end() {
     local python versions
     if ! venv_runs "$OLD_VENV"; then
         read -ra versions <<<"$OLD_PYTHON_VERSIONS"
@@ -38,6 +39,12 @@ test_old_end() {
         fi
         make_venv "$OLD_VENV" "$python"
     fi
+    install_once "$OLD_VENV" "${OLD_REQUIREMENTS[@]}"
+}
+
+test_old_end() {
+    install_old_end
+    venv_runs "$OLD_VENV" || return 0
     install_once "$OLD_VENV" "${OLD_REQUIREMENTS[@]}" --editable "${REPOSITORY}[test]"
     say "oldest Megatron-Core: pytest tests/unit tests/dist -m old_end $*"
     "$OLD_VENV/bin/python" -m pytest tests/unit tests/dist -m old_end "$@"
@@ -70,6 +77,8 @@ if [[ $# -eq 0 ]]; then
     test_all
 elif [[ $1 == --old-end ]]; then
     test_old_end "${@:2}"
+elif [[ $1 == --install-old-end ]]; then
+    install_old_end
 else
     test_new_end "$@"
 fi

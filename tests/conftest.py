@@ -1,7 +1,8 @@
 """One thread for torch in every test, and commands that run in the process of a test.
 
 Several threads would wait for each other where cores are few; their number is set before torch is
-imported, and handed on to the processes that tests start.
+imported, and handed on to the processes that tests start. So is a C library that keeps the memory
+of buffers: returned and taken anew, each page costs a fault.
 """
 
 import os
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from forked_ranks import ForkedRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+    os.environ.setdefault(name, str(2**30))
 
 
 @pytest.fixture

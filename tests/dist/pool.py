@@ -8,6 +8,7 @@ test gets a fresh pool.
 
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -214,6 +215,8 @@ def _fork_ranks(environment: dict[str, str], connections: list[Connection]) -> N
     import torch
 
     torch.set_num_threads(1)
+    # Collections would copy the pages that the ranks share.
+    gc.freeze()
     for rank, connection in enumerate(connections):
         if os.fork() == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))

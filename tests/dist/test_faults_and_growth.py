@@ -121,9 +121,9 @@ def test_many_steps_grow_nothing() -> None:
     """Neither resident memory nor threads, process groups and live tensors."""
     case = Case(chain="hierarchical_alltoall", num_chunks=2)
     layer, memory, counts = build_layer(case), [], []
-    for step in range(500):
+    for step in range(300):
         forward_backward(replace(case, seed=step % 7), layer)
-        if (step + 1) % 125 == 0:
+        if (step + 1) % 75 == 0:
             gc.collect()
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             memory.append(pages * os.sysconf("SC_PAGE_SIZE"))

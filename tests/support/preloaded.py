@@ -5,6 +5,7 @@ arguments, configurations, exits. It is sent functions by module and name.
 """
 
 import atexit
+import gc
 import importlib
 import os
 import pickle
@@ -51,6 +52,8 @@ def _serve(limit_s: int, modules: list[str]) -> None:
     os.dup2(2, 1)  # What Megatron prints while it is imported is no answer.
     for module in modules:
         importlib.import_module(module)
+    # Collections would copy the pages that the forks share.
+    gc.freeze()
     while sys.stdin.buffer.peek(1):
         function, args = pickle.load(sys.stdin.buffer)
         if isinstance(function, str):
