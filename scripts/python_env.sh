@@ -94,30 +94,48 @@ make_venv() {
     "$python" -m venv --clear "$folder"
 }
 
-# install_once FOLDER REQUIREMENT...: pip install, unless the same was installed before and
-# setup.py has not changed since.
+# wanted REQUIREMENT...: what the stamp of an installation holds.
+wanted() {
+    printf '%s\n' "$REPOSITORY" "$@" | cat - "$REPOSITORY/setup.py" | cksum
+}
+
+# stamp_of FOLDER REQUIREMENT...: the path of that stamp.
+stamp_of() {
+    printf '%s\n' "$1/.monta-$(printf '%s\n' "${@:2}" | cksum | cut -d' ' -f1)"
+}
+
+# is_installed FOLDER REQUIREMENT...: whether they are, and setup.py has not changed since.
+is_installed() {
+    local stamp
+    stamp=$(stamp_of "$@")
+    [[ -e $stamp && $(<"$stamp") == "$(wanted "${@:2}")" ]]
+}
+
+# install_once FOLDER REQUIREMENT...: pip install, unless they are installed.
 install_once() {
-    local folder=$1 stamp wanted quiet=()
-    shift
-    stamp=$folder/.monta-$(printf '%s\n' "$@" | cksum | cut -d' ' -f1)
-    wanted=$(printf '%s\n' "$REPOSITORY" "$@" | cat - "$REPOSITORY/setup.py" | cksum)
-    [[ -e $stamp && $(<"$stamp") == "$wanted" ]] && return
-    say "installing $* (torch alone can be gigabytes the first time)"
+    local folder=$1 quiet=()
+    is_installed "$@" && return
+    say "installing ${*:2} (torch alone can be gigabytes the first time)"
     # On a terminal pip's progress bars show what takes so long; in a log they are noise.
     [[ -t 1 ]] || quiet=(--quiet)
-    "$folder/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check "$@"
-    printf '%s\n' "$wanted" >"$stamp"
+    "$folder/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
+        "${@:2}"
+    wanted "${@:2}" >"$(stamp_of "$@")"
 }
 
 # install_main EXTRA: the main environment with Megatron and this package, editable.
-# EXTRA is one of setup.py's, or empty.
+# EXTRA is one of setup.py's, or empty; the dev one holds the test one.
 install_main() {
-    local python
+    local python extra
     if ! venv_runs "$MAIN_VENV"; then
         python=$(main_python)
         make_venv "$MAIN_VENV" "$python"
     fi
     new_enough "$MAIN_VENV/bin/python" ||
         die "$MAIN_VENV must be Python >= 3.12; move it away or set MONTA_VENV to another folder"
+    for extra in test dev; do
+        [[ $1 == dev ]] && break
+        is_installed "$MAIN_VENV" "$MEGATRON_REQUIREMENT" --editable "$REPOSITORY[$extra]" && return
+    done
     install_once "$MAIN_VENV" "$MEGATRON_REQUIREMENT" --editable "$REPOSITORY${1:+[$1]}"
 }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import golden
 import pytest
+from forked_ranks import ForkedRanks
 from interrupts import started, wait_for
 from run_python import run_python
 from summary import measured_points, summarise, summary_text
@@ -96,30 +97,30 @@ def test_a_point_is_measured_with_the_same_settings_and_cluster(
 
 
 @pytest.mark.timeout(2 * LIMIT_S + 60)
-def test_killed_sweep_goes_on(tmp_path: Path) -> None:
+def test_killed_sweep_goes_on(ranks: ForkedRanks, tmp_path: Path) -> None:
     """Three points, two layouts: killed behind the first, then finished."""
     flags = "repeats: 2, phase: forward_backward, stock: alltoall"
     chains = "chains: [alltoall, hierarchical_allgather, auto]"
     headline = HEADLINE.replace("num-chunks", f"{flags}, {chains}, num-chunks")
     out = tmp_path / "out.jsonl"
     cluster = "emulated_2x4_500mbit"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     # 4 ranks that stand for 2 nodes.
     words = [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
         *(SCRIPT, "--ranks-per-node", "2"),
         *("--sweep", sweep_file(tmp_path, "[{}, {tp: 2}, {tokens: 8}]", headline)),
         *("--out", str(out), "--cluster", cluster, "--inter-rate-ratio", "0.5"),
     ]
     # Step 1: kill it behind the first point.
-    with started(words, tmp_path, MONTA_CPU_RANKS="1") as (process, _):
+    with started([*torchrun, *words], tmp_path, MONTA_CPU_RANKS="1") as (process, _):
         wait_for(process, lambda: out.exists() and "\n" in out.read_text(), tmp_path / "stderr")
         process.terminate()
     kept = out.read_text().splitlines(keepends=True)
     with out.open("a") as file:
         file.write('{"settings": {"cut')
 
-    # Step 2: the same command again.
-    done = run_python(*words, limit_s=LIMIT_S, MONTA_CPU_RANKS="1")
+    # Step 2: the same again.
+    done = ranks.run(*words)
     assert done.returncode == 0, done.stderr
     assert f"{len(kept)} of 3 points kept from before" in done.stderr
     lines = out.read_text().splitlines(keepends=True)
