@@ -124,18 +124,15 @@ install_once() {
 }
 
 # install_main EXTRA: the main environment with Megatron and this package, editable.
-# EXTRA is one of setup.py's, or empty; the dev one holds the test one.
+# EXTRA is dev, test or empty; dev holds the others.
 install_main() {
-    local python extra
+    local python package=("$MEGATRON_REQUIREMENT" --editable)
     if ! venv_runs "$MAIN_VENV"; then
         python=$(main_python)
         make_venv "$MAIN_VENV" "$python"
     fi
     new_enough "$MAIN_VENV/bin/python" ||
         die "$MAIN_VENV must be Python >= 3.12; move it away or set MONTA_VENV to another folder"
-    for extra in test dev; do
-        [[ $1 == dev ]] && break
-        is_installed "$MAIN_VENV" "$MEGATRON_REQUIREMENT" --editable "$REPOSITORY[$extra]" && return
-    done
-    install_once "$MAIN_VENV" "$MEGATRON_REQUIREMENT" --editable "$REPOSITORY${1:+[$1]}"
+    is_installed "$MAIN_VENV" "${package[@]}" "${REPOSITORY}[dev]" && return
+    install_once "$MAIN_VENV" "${package[@]}" "$REPOSITORY${1:+[$1]}"
 }

@@ -5,7 +5,7 @@
 #                                       marked old_end on the oldest
 #   scripts/test.sh ARGS...             pytest ARGS on the newest alone
 #   scripts/test.sh --old-end ARGS...   pytest ARGS, of those marked old_end, on the oldest alone
-#   scripts/test.sh --install-old-end   install the oldest alone, and test nothing
+#   scripts/test.sh --install-old-end   only make the environment of the oldest
 set -euo pipefail
 
 # shellcheck source=scripts/python_env.sh
@@ -29,6 +29,7 @@ test_new_end() {
     "$MAIN_VENV/bin/python" -m pytest "$@"
 }
 
+# Without this package: two pips at once would write the same metadata.
 install_old_end() {
     local python versions
     if ! venv_runs "$OLD_VENV"; then
@@ -44,6 +45,7 @@ install_old_end() {
 
 test_old_end() {
     install_old_end
+    # Where there is no Python for it, that has been said.
     venv_runs "$OLD_VENV" || return 0
     install_once "$OLD_VENV" "${OLD_REQUIREMENTS[@]}" --editable "${REPOSITORY}[test]"
     say "oldest Megatron-Core: pytest tests/unit tests/dist -m old_end $*"

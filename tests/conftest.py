@@ -1,8 +1,8 @@
 """One thread for torch in every test, and commands that run in the process of a test.
 
 Several threads would wait for each other where cores are few; their number is set before torch is
-imported, and handed on to the processes that tests start. So is a C library that keeps the memory
-of buffers: returned and taken anew, each page costs a fault.
+imported, and handed on to the processes that tests start, which keep freed memory too, as ranks of
+an emulated cluster do.
 """
 
 import os
@@ -12,13 +12,14 @@ from unittest import mock
 
 import pytest
 
+from monta_megatron.emulation.emulator import KEEP_FREED_MEMORY
+
 if TYPE_CHECKING:
     from commands import Monta
     from forked_ranks import ForkedRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-    os.environ.setdefault(name, str(2**30))
+os.environ.update(KEEP_FREED_MEMORY)
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def test_killed_sweep_goes_on(ranks: ForkedRanks, tmp_path: Path) -> None:
     with out.open("a") as file:
         file.write('{"settings": {"cut')
 
-    # Step 2: the same again.
+    # Step 2: the same command again, on forked ranks.
     done = ranks.run(*words)
     assert done.returncode == 0, done.stderr
     assert f"{len(kept)} of 3 points kept from before" in done.stderr

@@ -258,7 +258,7 @@ def force(router: Any, routing_map: torch.Tensor, dtype: torch.dtype = torch.flo
 
 @contextlib.contextmanager
 def no_experts() -> Iterator[None]:
-    """Megatron builds none for a layer that gets others, which takes most of its time."""
+    """Let Megatron build no experts where they would be replaced: they take most of its time."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     build = SequentialMLP.__init__
@@ -447,14 +447,14 @@ def run_beside_stock(
     return found, choices
 
 
-# Of other chains on the same data, kept by the fields that reach stock.
+# Kept for other chains on the same data, by the fields that reach stock.
 _stock_results: dict[str, list[Result]] = {}
 
 
 def stock_results(case: Case) -> list[Result]:
     """What stock gives in each step of a case."""
-    ours: dict[str, Any] = {"num_blocks": 1, "num_chunks": None, "ranks_per_node": None}
-    ours |= {"options": {}, "pipelined": False, "checked": True, "recompute": ""}
+    ours: dict[str, Any] = {"num_chunks": None, "ranks_per_node": None, "options": {}}
+    ours |= {"pipelined": False, "checked": True, "recompute": ""}
     key = repr(replace(case, chain="alltoall", **ours))
     if key not in _stock_results:
         stock = build_layer(case, "alltoall")

@@ -1,8 +1,8 @@
 """A study as a test: candidates proposed by the costs of another cluster, judged by true prices.
 
-Each of seven presets is taken for each other one, in every exchange of TP 1 for which
-both have enough nodes: 3,828 cases. The excess is the best true price among candidates over the
-best of all choices.
+Each of seven presets is taken for each other one, in every exchange of TP 1 for which both have
+enough nodes: 3,828 cases. The excess is the best true price among candidates over the best of all
+choices.
 """
 
 from collections.abc import Iterator
