@@ -1,4 +1,5 @@
-# Find a Python, make a virtual environment, install into it once. Sourced by the other scripts.
+# Find a Python, make a virtual environment, install into it once; run two commands in parallel.
+# Sourced by the other scripts.
 #
 #   MONTA_PYTHON   the interpreter for the main environment, where the search finds the wrong one
 #   MONTA_VENV     the main environment (default: .venv in the repository)
@@ -17,6 +18,26 @@ say() {
 die() {
     printf 'error: %s\n' "$*" >&2
     exit 1
+}
+
+# begin_beside COMMAND...: start it in parallel, its output in a file; one at a time.
+begin_beside() {
+    output=$(mktemp)
+    # Job control gives it a process group of its own: an interrupt reaches it only by the trap.
+    set -m
+    "$@" >"$output" 2>&1 &
+    beside=$!
+    set +m
+    trap 'kill -INT -- "-$beside" 2>/dev/null || true' EXIT
+}
+
+# end_beside: wait for it and print its output; its exit status.
+end_beside() {
+    local status=0
+    wait "$beside" || status=$?
+    cat "$output"
+    rm "$output"
+    return "$status"
 }
 
 # works PYTHON VERSION: whether this interpreter really runs, is of that version, and can make
@@ -111,7 +132,8 @@ is_installed() {
     [[ -e $stamp && $(<"$stamp") == "$(wanted "${@:2}")" ]]
 }
 
-# install_once FOLDER REQUIREMENT...: pip install, unless they are installed.
+# install_once FOLDER REQUIREMENT...: pip install, unless they are installed. Python compiles what is
+# imported at its first import, which takes a third less than to compile all that is installed.
 install_once() {
     local folder=$1 quiet=()
     is_installed "$@" && return
@@ -119,20 +141,29 @@ install_once() {
     # On a terminal pip's progress bars show what takes so long; in a log they are noise.
     [[ -t 1 ]] || quiet=(--quiet)
     "$folder/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
-        "${@:2}"
+        --no-compile "${@:2}"
     wanted "${@:2}" >"$(stamp_of "$@")"
 }
 
-# install_main EXTRA: the main environment with Megatron and this package, editable.
+# install_package FOLDER EXTRA: this package, editable. Two pips at once would write the same
+# metadata.
+install_package() {
+    (
+        flock 9
+        install_once "$1" --editable "$REPOSITORY${2:+[$2]}"
+    ) 9<"$REPOSITORY/setup.py"
+}
+
+# install_main EXTRA: the main environment with Megatron and this package.
 # EXTRA is dev, test or empty; dev holds the others.
 install_main() {
-    local python package=("$MEGATRON_REQUIREMENT" --editable)
+    local python
     if ! venv_runs "$MAIN_VENV"; then
         python=$(main_python)
         make_venv "$MAIN_VENV" "$python"
     fi
     new_enough "$MAIN_VENV/bin/python" ||
         die "$MAIN_VENV must be Python >= 3.12; move it away or set MONTA_VENV to another folder"
-    is_installed "$MAIN_VENV" "${package[@]}" "${REPOSITORY}[dev]" && return
-    install_once "$MAIN_VENV" "${package[@]}" "$REPOSITORY${1:+[$1]}"
+    install_once "$MAIN_VENV" "$MEGATRON_REQUIREMENT"
+    is_installed "$MAIN_VENV" --editable "${REPOSITORY}[dev]" || install_package "$MAIN_VENV" "$1"
 }

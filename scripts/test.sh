@@ -5,7 +5,7 @@
 #                                       marked old_end on the oldest
 #   scripts/test.sh ARGS...             pytest ARGS on the newest alone
 #   scripts/test.sh --old-end ARGS...   pytest ARGS, of those marked old_end, on the oldest alone
-#   scripts/test.sh --install-old-end   only make the environment of the oldest
+#   scripts/test.sh --newest            all tests on the newest alone
 set -euo pipefail
 
 # shellcheck source=scripts/python_env.sh
@@ -17,20 +17,13 @@ OLD_PYTHON_VERSIONS="3.11 3.10"
 OLD_REQUIREMENTS=("megatron-core==0.16.1" "torch>=2.6,<2.14")
 
 # Whole programs, such as commands of pages, launches, and trainings on Slurm, which mostly wait for
-# each other: these tests, and those on the oldest Megatron-Core, run in parallel with the rest.
+# each other: these tests run in parallel with the rest.
 BESIDE=(tests/launch tests/megatron tests/slurm tests/benchmark tests/calibration tests/docs
         tests/emulation tests/unit/kernels)
 
 # pytest fails if it collects nothing (status 5), and so do these functions.
 
-test_new_end() {
-    install_main test
-    say "newest Megatron-Core: pytest $*"
-    "$MAIN_VENV/bin/python" -m pytest "$@"
-}
-
-# Without this package: two pips at once would write the same metadata.
-install_old_end() {
+test_old_end() {
     local python versions
     if ! venv_runs "$OLD_VENV"; then
         read -ra versions <<<"$OLD_PYTHON_VERSIONS"
@@ -41,36 +34,26 @@ install_old_end() {
         make_venv "$OLD_VENV" "$python"
     fi
     install_once "$OLD_VENV" "${OLD_REQUIREMENTS[@]}"
-}
-
-test_old_end() {
-    install_old_end
-    # Where there is no Python for it, that has been said.
-    venv_runs "$OLD_VENV" || return 0
-    install_once "$OLD_VENV" "${OLD_REQUIREMENTS[@]}" --editable "${REPOSITORY}[test]"
+    install_package "$OLD_VENV" test
     say "oldest Megatron-Core: pytest tests/unit tests/dist -m old_end $*"
     "$OLD_VENV/bin/python" -m pytest tests/unit tests/dist -m old_end "$@"
 }
 
-test_all() {
-    local log status=0
+test_newest() {
+    local status=0
     install_main test
-    log=$(mktemp)
-    # Job control gives it a process group of its own: an interrupt reaches it only by the trap.
-    set -m
-    (
-        scripts/test.sh "${BESIDE[@]}" || status=$?
-        scripts/test.sh --old-end || status=$?
-        exit "$status"
-    ) >"$log" 2>&1 &
-    beside=$!
-    set +m
-    trap 'kill -INT -- "-$beside" 2>/dev/null || true' EXIT
+    begin_beside scripts/test.sh "${BESIDE[@]}"
     scripts/test.sh "${BESIDE[@]/#/--ignore=}" || status=$?
-    say "beside it: ${BESIDE[*]}, then the oldest Megatron-Core"
-    wait "$beside" || status=$?
-    cat "$log"
-    rm "$log"
+    say "in parallel: ${BESIDE[*]}"
+    end_beside || status=$?
+    return "$status"
+}
+
+test_all() {
+    local status=0
+    begin_beside scripts/test.sh --old-end
+    scripts/test.sh --newest || status=$?
+    end_beside || status=$?
     return "$status"
 }
 
@@ -79,8 +62,10 @@ if [[ $# -eq 0 ]]; then
     test_all
 elif [[ $1 == --old-end ]]; then
     test_old_end "${@:2}"
-elif [[ $1 == --install-old-end ]]; then
-    install_old_end
+elif [[ $1 == --newest ]]; then
+    test_newest
 else
-    test_new_end "$@"
+    install_main test
+    say "newest Megatron-Core: pytest $*"
+    "$MAIN_VENV/bin/python" -m pytest "$@"
 fi
