@@ -8,6 +8,8 @@
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 MAIN_VENV=${MONTA_VENV:-$REPOSITORY/.venv}
 MEGATRON_REQUIREMENT="megatron-core[training]==0.19.2"
+# The first import of a module keeps what it compiles, or every import would compile it again.
+export PYTHONDONTWRITEBYTECODE=
 # This Megatron needs at least 3.12; beyond 3.13 not all packages that it needs have wheels yet.
 MAIN_PYTHON_VERSIONS="3.12 3.13"
 
@@ -132,8 +134,8 @@ is_installed() {
     [[ -e $stamp && $(<"$stamp") == "$(wanted "${@:2}")" ]]
 }
 
-# install_once FOLDER REQUIREMENT...: pip install, unless they are installed. Python compiles what is
-# imported at its first import, which takes a third less than to compile all that is installed.
+# install_once FOLDER REQUIREMENT...: pip install, unless they are installed. Nothing is compiled: the
+# first import of a module does so, of few.
 install_once() {
     local folder=$1 quiet=()
     is_installed "$@" && return
