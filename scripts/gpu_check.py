@@ -43,7 +43,6 @@ FLUSHED_BYTES = 512 * 2**20
 PASSES = "monta_megatron/exchange/"
 FEW = ("--experts", "32", "--top-k", "4", "--hidden", "1024", "--tokens", "512")
 BENCH = (*FEW, "--dtype", "bf16", "--repeats", "1")
-NOT_PROVEN = 3
 
 
 def versions(short: bool, arguments: Sequence[str]) -> int:

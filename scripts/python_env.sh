@@ -30,7 +30,7 @@ begin_beside() {
     "$@" >"$output" 2>&1 &
     beside=$!
     set +m
-    trap 'kill -INT -- "-$beside" 2>/dev/null || true' EXIT
+    trap 'kill -INT -- "-$beside" 2>/dev/null || true; rm -f "$output"' EXIT
 }
 
 # end_beside: wait for it and print its output; its exit status.
@@ -38,7 +38,6 @@ end_beside() {
     local status=0
     wait "$beside" || status=$?
     cat "$output"
-    rm "$output"
     return "$status"
 }
 

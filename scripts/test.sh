@@ -19,7 +19,7 @@ OLD_REQUIREMENTS=("megatron-core==0.16.1" "torch>=2.6,<2.14")
 # Whole programs, such as commands of pages, launches, and trainings on Slurm, which mostly wait for
 # each other: these tests run in parallel with the rest.
 BESIDE=(tests/launch tests/megatron tests/slurm tests/benchmark tests/calibration tests/docs
-        tests/emulation tests/unit/kernels)
+        tests/emulation tests/timeline tests/unit/kernels)
 
 # pytest fails if it collects nothing (status 5), and so do these functions.
 

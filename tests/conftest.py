@@ -44,3 +44,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[ForkedRanks]":
         ranks = ForkedRanks("monta_megatron.tools.bench.measure")
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    from fake_world import fake_world
+
+    with fake_world():
+        yield

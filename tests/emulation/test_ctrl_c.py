@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from interrupts import interrupt, marked, network_names, started, wait_for
+from interrupts import interrupt, lines_of, marked, network_names, started, wait_for
 from namespaces import skip_without_namespaces
 
 from monta_megatron.planner.cluster_file import load_cluster
@@ -54,7 +54,7 @@ def test_one_line_and_nothing_stays(command: str, moment: str, tmp_path: Path) -
         def is_reached() -> bool:
             if moment == "ranks have started":
                 return all(marked(mark, RANK=rank) for rank in "01")
-            return moment in stderr.read_text()
+            return moment in lines_of(stderr)
 
         wait_for(process, is_reached, stderr)
         status = interrupt(process, os.killpg, mark)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from monta_megatron.emulation import emulator
+from namespaces import skip_without_namespaces
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = Path(os.environ.get("MONTA_VENV", REPOSITORY / ".venv"))
@@ -40,10 +39,7 @@ def test_losses_of_monta_are_those_of_alltoall() -> None:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_over_a_network_fewer_bytes_and_the_same_losses() -> None:
-    try:
-        emulator.unshare_command()
-    except ValueError as error:
-        pytest.skip(f"no network can be emulated: {error}")
+    skip_without_namespaces()
     # Faster than the default, since only the bytes are asked for.
     summary, said = quickstart("--inter-mbit", "500")
     assert summary["max_rel_loss_diff"] <= 1e-6

@@ -65,6 +65,11 @@ def processes_with(**environment: str) -> list[int]:
     return found
 
 
+def lines_of(path: Path) -> str:
+    """What a file holds, without a line that is being written."""
+    return path.read_text().rpartition("\n")[0]
+
+
 def wait_for(process: "subprocess.Popen[str]", happened: Callable[[], bool], stderr: Path) -> None:
     """Wait for a condition while the process runs."""
     deadline = time.monotonic() + LIMIT_S

@@ -54,8 +54,6 @@ def test_spans_that_overlap_on_one_resource_get_more_lanes() -> None:
 
 
 HIERARCHICAL, DEDUP = "hierarchical_alltoall in 4 chunks", "alltoall_dedup in 1 chunk"
-
-
 ROWS: list[tuple[str, str, float, float]] = [
     (STOCK, "pass", 10, 40),
     (STOCK, "inter", 10, 30),

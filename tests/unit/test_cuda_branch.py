@@ -4,7 +4,7 @@ Passes run directly, since autograd's engine needs a driver. The counts are thos
 maps; the rows are fake tensors on "cuda" (see fake_device), the process groups torch's fake ones.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -16,7 +16,6 @@ from fake_world import (
     LAYOUTS,
     TOPK,
     bound_exchange,
-    fake_world,
     groups_of,
     megatron_groups,
     routing_maps,
@@ -50,12 +49,7 @@ CASES = [
     # On 128 ranks, those alone that have something to do in an expert tensor parallel group.
     if chain.incompatibility(layout) is None and (ep * etp <= 64 or "etp" in chain.groups)
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with fake_world():
-        yield
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def make_exchange(

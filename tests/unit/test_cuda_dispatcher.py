@@ -3,7 +3,6 @@
 Megatron's own permutation is replaced by its sizes, as its fused kernel would return them.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -13,7 +12,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import torch
 from fake_device import HostWaitsError
-from fake_world import LAYOUTS, NUM_TOKENS, TOPK, fake_world
+from fake_world import LAYOUTS, NUM_TOKENS, TOPK
 from launch_counts import HIDDEN, LISTED, layer_on_device, make_dispatcher
 from megatron.core.transformer.moe import token_dispatcher as stock
 
@@ -30,12 +29,7 @@ from monta_megatron.planner.price import lower_expected
 
 LAYOUT = LAYOUTS[16, 1]
 COPY, WAIT, ROW_INDICES = LISTED
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with fake_world():
-        yield
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def forward(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from free_ports import free_ports
-from interrupts import interrupt, started, wait_for
+from interrupts import interrupt, lines_of, started, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 BENCH = "-m monta_megatron bench --experts 4 --top-k 2 --hidden 64 --tokens 64 --repeats 100000"
@@ -39,7 +39,7 @@ def test_bench(tmp_path: Path, moment: str) -> None:
         process,
         mark,
     ):
-        wait_for(process, lambda: moment in stderr.read_text(), stderr)
+        wait_for(process, lambda: moment in lines_of(stderr), stderr)
         assert interrupt(process, os.killpg, mark) == 130
     assert (tmp_path / "stdout").read_text() == ""
     assert {path.name for path in tmp_path.iterdir()} == {"stdout", "stderr"}

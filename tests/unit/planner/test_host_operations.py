@@ -5,7 +5,7 @@ A figure that is off is printed with what was counted: write that into
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from statistics import mean
 from typing import Any
@@ -17,7 +17,6 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 pytest.importorskip("triton", reason="triton, which comes with torch's GPU wheels")
 
 import launch_counts
-from fake_world import fake_world
 from launch_counts import LaunchCounter, count_launches
 from stream_recorder import Recorder
 
@@ -37,12 +36,7 @@ RELATIVE, ABSOLUTE = 0.25, 1.5
 RELATIVE_OF_LAYER, ABSOLUTE_OF_LAYER = 0.15, 14
 
 Issued = tuple[Kind, Pass, RowFormat, int]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with fake_world():
-        yield
+pytestmark = pytest.mark.usefixtures("world")
 
 
 # By what does the work: the executor's table, and the policy of its programs.
