@@ -155,19 +155,16 @@ install_package() {
     ) 9<"$REPOSITORY/setup.py"
 }
 
-# install_main EXTRA: the main environment with Megatron and this package; one at a time.
+# install_main EXTRA: the main environment with Megatron and this package.
 # EXTRA is dev, test or empty; dev holds the others.
 install_main() {
-    (
-        flock 8
-        if ! venv_runs "$MAIN_VENV"; then
-            python=$(main_python)
-            make_venv "$MAIN_VENV" "$python"
-        fi
-        new_enough "$MAIN_VENV/bin/python" ||
-            die "$MAIN_VENV must be Python >= 3.12; move it away or set MONTA_VENV to another folder"
-        install_once "$MAIN_VENV" "$MEGATRON_REQUIREMENT"
-        is_installed "$MAIN_VENV" --editable "${REPOSITORY}[dev]" ||
-            install_package "$MAIN_VENV" "$1"
-    ) 8<"$REPOSITORY/README.md"
+    local python
+    if ! venv_runs "$MAIN_VENV"; then
+        python=$(main_python)
+        make_venv "$MAIN_VENV" "$python"
+    fi
+    new_enough "$MAIN_VENV/bin/python" ||
+        die "$MAIN_VENV must be Python >= 3.12; move it away or set MONTA_VENV to another folder"
+    install_once "$MAIN_VENV" "$MEGATRON_REQUIREMENT"
+    is_installed "$MAIN_VENV" --editable "${REPOSITORY}[dev]" || install_package "$MAIN_VENV" "$1"
 }

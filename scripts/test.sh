@@ -5,8 +5,7 @@
 #                                       marked old_end on the oldest
 #   scripts/test.sh ARGS...             pytest ARGS on the newest alone
 #   scripts/test.sh --old-end ARGS...   pytest ARGS, of those marked old_end, on the oldest alone
-#
-#   MONTA_EXTRA   what is installed beside this package and the newest: test (default) or dev
+#   scripts/test.sh --newest            all tests on the newest alone
 set -euo pipefail
 
 # shellcheck source=scripts/python_env.sh
@@ -18,17 +17,11 @@ OLD_PYTHON_VERSIONS="3.11 3.10"
 OLD_REQUIREMENTS=("megatron-core==0.16.1" "torch>=2.6,<2.14")
 
 # Whole programs, such as commands of pages, launches, and trainings on Slurm, which mostly wait for
-# each other: these tests, and those on the oldest Megatron-Core, run in parallel with the rest.
+# each other: these tests run in parallel with the rest.
 BESIDE=(tests/launch tests/megatron tests/slurm tests/benchmark tests/calibration tests/docs
         tests/emulation tests/timeline tests/unit/kernels)
 
 # pytest fails if it collects nothing (status 5), and so do these functions.
-
-test_new_end() {
-    install_main "${MONTA_EXTRA:-test}"
-    say "newest Megatron-Core: pytest $*"
-    "$MAIN_VENV/bin/python" -m pytest "$@"
-}
 
 test_old_end() {
     local python versions
@@ -46,19 +39,20 @@ test_old_end() {
     "$OLD_VENV/bin/python" -m pytest tests/unit tests/dist -m old_end "$@"
 }
 
-test_oldest_and_beside() {
+test_newest() {
     local status=0
-    # The newest is installed meanwhile.
-    scripts/test.sh --old-end || status=$?
-    scripts/test.sh "${BESIDE[@]}" || status=$?
+    install_main test
+    begin_beside scripts/test.sh "${BESIDE[@]}"
+    scripts/test.sh "${BESIDE[@]/#/--ignore=}" || status=$?
+    say "in parallel: ${BESIDE[*]}"
+    end_beside || status=$?
     return "$status"
 }
 
 test_all() {
     local status=0
-    begin_beside test_oldest_and_beside
-    scripts/test.sh "${BESIDE[@]/#/--ignore=}" || status=$?
-    say "in parallel: the oldest Megatron-Core, then ${BESIDE[*]}"
+    begin_beside scripts/test.sh --old-end
+    scripts/test.sh --newest || status=$?
     end_beside || status=$?
     return "$status"
 }
@@ -68,6 +62,10 @@ if [[ $# -eq 0 ]]; then
     test_all
 elif [[ $1 == --old-end ]]; then
     test_old_end "${@:2}"
+elif [[ $1 == --newest ]]; then
+    test_newest
 else
-    test_new_end "$@"
+    install_main test
+    say "newest Megatron-Core: pytest $*"
+    "$MAIN_VENV/bin/python" -m pytest "$@"
 fi

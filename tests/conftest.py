@@ -7,10 +7,12 @@ an emulated cluster do.
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
+import sitecustomize
 
 from monta_megatron.emulation.emulator import KEEP_FREED_MEMORY
 
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(KEEP_FREED_MEMORY)
+# Every interpreter imports it as this one has done.
+STARTUP = str(Path(sitecustomize.__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, os.environ.get("PYTHONPATH", "")]).rstrip(":")
 
 
 @pytest.fixture

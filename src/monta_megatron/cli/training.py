@@ -115,7 +115,7 @@ def run_doctor(parsed: argparse.Namespace) -> int:
 
     report = examine()
     print_report(report, parsed.json)
-    return int(any(finding.status == "missing" for finding in report.findings))
+    return int(report.lacks_something)
 
 
 def _add_run_arguments(parser: Parser, directory: str) -> None:

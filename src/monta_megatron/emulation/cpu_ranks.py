@@ -18,10 +18,8 @@ Install before Megatron is imported: MONTA_CPU_RANKS=1 in the environment does s
 applies to the thread that installs; a thread started by hand has to name the CPU itself.
 """
 
-import atexit
 import copy
 import functools
-import gc
 import importlib.metadata
 import importlib.util
 import logging
@@ -52,9 +50,6 @@ def install() -> None:
     if torch.cuda.is_available():
         _say("CPU ranks stay off, a GPU is available (CUDA_VISIBLE_DEVICES= hides it)")
         return
-    # Looking through Megatron's million objects for garbage takes a quarter of a rank's start.
-    gc.set_threshold(100_000)
-    atexit.register(gc.freeze)
     # Megatron requires it for tensor parallelism below Blackwell (training/arguments.py).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # `jit_fuser` is torch.compile, which assumes a GPU and then fails to find its driver.

@@ -152,6 +152,11 @@ class DoctorReport:
 
     findings: tuple[Finding, ...]
 
+    @property
+    def lacks_something(self) -> bool:
+        """Whether something is missing."""
+        return any(finding.status == "missing" for finding in self.findings)
+
     def document(self) -> list[dict[str, Any]]:
         """The findings for JSON."""
         return [asdict(finding) for finding in self.findings]
