@@ -8,10 +8,12 @@
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 MAIN_VENV=${MONTA_VENV:-$REPOSITORY/.venv}
 MEGATRON_REQUIREMENT="megatron-core[training]==0.19.2"
-# The first import of a module keeps what it compiles, or every import would compile it again.
-export PYTHONDONTWRITEBYTECODE=
 # This Megatron needs at least 3.12; beyond 3.13 not all packages that it needs have wheels yet.
 MAIN_PYTHON_VERSIONS="3.12 3.13"
+
+# pip compiles nothing here (install_once), so each module is compiled when it is first imported;
+# if the result were not written, every process would compile it again.
+export PYTHONDONTWRITEBYTECODE=
 
 say() {
     printf '==> %s\n' "$*" >&2
@@ -133,8 +135,8 @@ is_installed() {
     [[ -e $stamp && $(<"$stamp") == "$(wanted "${@:2}")" ]]
 }
 
-# install_once FOLDER REQUIREMENT...: pip install, unless they are installed. Nothing is compiled: the
-# first import of a module does so, of few.
+# install_once FOLDER REQUIREMENT...: pip install, unless they are installed. Few of the modules
+# are ever imported, so pip compiles none of them.
 install_once() {
     local folder=$1 quiet=()
     is_installed "$@" && return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
-import sitecustomize
+import sitecustomize  # noqa: F401 - this interpreter collects rarely too
 
 from monta_megatron.emulation.emulator import KEEP_FREED_MEMORY
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(KEEP_FREED_MEMORY)
-# Every interpreter imports it as this one has done.
-STARTUP = str(Path(sitecustomize.__file__).parent)
+# Not sitecustomize's own path: a distribution's Python may already have imported another one.
+STARTUP = str(Path(__file__).parent / "support" / "startup")
 os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, os.environ.get("PYTHONPATH", "")]).rstrip(":")
 
 

@@ -66,7 +66,7 @@ def processes_with(**environment: str) -> list[int]:
 
 
 def lines_of(path: Path) -> str:
-    """What a file holds, without a line that is being written."""
+    """The complete lines of a file, without one that is still being written."""
     return path.read_text().rpartition("\n")[0]
 
 
