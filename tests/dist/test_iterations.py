@@ -1,5 +1,6 @@
 """What runs is chosen once per step, by all ranks of an exchange alike; losses do not notice."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from layers import (
 from pool import on_ranks
 from test_auto import AUTO, PICKED
 
+from monta_megatron.integration.results import FOLDER_VARIABLE, read_results
+from monta_megatron.planner import tuning
 from monta_megatron.planner.tuning import TIME_LAG
 
 # Steps of a window, and of a training.
@@ -114,6 +117,38 @@ def test_the_winner_runs_from_the_third_step_after_the_window() -> None:
     ran = [{name for step, name, _ in model.exchanges if step == number} for number in range(40)]
     assert ran == [{name} for name in names * 3 + names[3:4] * 16]
     assert dist.get_rank() or said.getvalue().count("wins with 0.80 ms per iteration") == 1
+
+
+@on_ranks(4)
+def test_every_group_writes_the_results_of_its_two_windows(tmp_path: Path) -> None:
+    """Its first rank does, into the folder that the launch names, what its lines say."""
+    second_after = 12
+    with (
+        printed() as said,
+        mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(tmp_path)}),
+        mock.patch.object(tuning, "STEPS_TO_SECOND", second_after),
+    ):
+        Model(REPLICAS, Training()).train(second_after + STEPS + TIME_LAG + 1)
+    ranks = dist.get_process_group_ranks(dist.group.WORLD)
+    own = ranks[:2] if dist.get_rank() < 2 else ranks[2:]
+    dist.barrier()
+    results = [result for result in read_results(tmp_path) if result.ranks == tuple(own)]
+    assert [(result.window, result.step) for result in results] == [(1, 0), (2, second_after)]
+    if dist.get_rank() == own[0]:
+        lines = [line for line in said.getvalue().splitlines() if " wins with " in line]
+        for line, result in zip(lines, results, strict=True):
+            assert f"trials in steps {result.step} to " in line
+            assert f"pin it with {result.flags}; " in line
+
+
+@on_ranks(4)
+def test_a_result_that_cannot_be_written_stops_no_training(tmp_path: Path) -> None:
+    folder = tmp_path / "file" / "folder"
+    folder.parent.write_text("no folder")
+    with printed() as said, mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
+        Model(CASE, Training()).train(STEPS + TIME_LAG + 1)
+    told = f"a requeued job will pin no flags, {FOLDER_VARIABLE}: "
+    assert said.getvalue().count(told) == (dist.get_rank() == 0)
 
 
 @on_ranks(4)

@@ -8,5 +8,6 @@ layer_setup      sets the dispatcher up with the layer's other ranks, by `ranks`
 dispatcher       the six phases of a micro-batch, by its `count_sources`; `experts` runs the
                  pipeline that holds the experts too
 first_use        checks a choice before it first carries rows
-auto             makes the choice of each optimizer step, which `optimizer_steps` counts
+auto             makes the choice of each optimizer step, which `optimizer_steps` counts; the
+                 files of its `results` outlive the process
 """

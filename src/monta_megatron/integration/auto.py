@@ -31,9 +31,10 @@ from monta_megatron.exchange.monitor import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
 from monta_megatron.integration.planning import hash_of
 from monta_megatron.integration.ranks import check_same_config
+from monta_megatron.integration.results import WindowResult, write_result
 
 if TYPE_CHECKING:
-    from monta_megatron.planner.tuning import Tuner
+    from monta_megatron.planner.tuning import Tuner, TuningWindow
 
 TIME_BITS = 31
 TICK_US, MOST_TICKS = 10, (1 << TIME_BITS) - 1
@@ -119,6 +120,7 @@ class AutoChooser(Chooser):
         self._segments: dict[int, list[Segment]] = {}
         # Rows of the busiest rank over the mean, for the report.
         self._busiest: float | None = None
+        self._num_results = 0
         super().__init__(None, agreed_config, group)
 
     def enter_step(self, optimizer: Any) -> None:
@@ -128,9 +130,11 @@ class AutoChooser(Chooser):
             return
         self._segments[self.tuner.step] = self._clock.take()
         self._segments.pop(self.tuner.timed_step, None)
+        window = self.tuner.window
         self.tuner.next_step(self._others_tune)
         self._keep_while_tuning()
-        self._report_result()
+        if window is not None and self.tuner.result is not None:
+            self._report_result(window, self.tuner.result)
         self._set_step_tag()
 
     def choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
@@ -179,10 +183,23 @@ class AutoChooser(Chooser):
             agreed = number | self.agreed_config | {"choice": self.step_choice.name}
             self._set_tag(agreed, min(round(us / TICK_US), MOST_TICKS))
 
-    def _report_result(self) -> None:
+    def _report_result(self, window: "TuningWindow", result: str) -> None:
         """Report a window's result; each expert group has its own, which its first rank reports."""
-        if self.tuner.result is not None and dist.get_rank() == self._ranks[0]:
-            print_once(result_line(self._ranks, self.tuner.result, self._busiest))
+        self._num_results += 1
+        if dist.get_rank() != self._ranks[0]:
+            return
+        print_once(result_line(self._ranks, result, self._busiest))
+        problem = write_result(
+            WindowResult(
+                ranks=tuple(self._ranks),
+                layers=hash_of({"ranks": self._ranks} | self.agreed_config),
+                window=self._num_results,
+                step=window.first,
+                flags=None if window.best is None else window.best.flags,
+            )
+        )
+        if problem is not None:
+            print_once(problem)
 
     @property
     def tunes(self) -> bool:
@@ -204,7 +221,7 @@ class AutoChooser(Chooser):
 
 
 def result_line(ranks: Sequence[int], result: str, busiest: float | None) -> str:
-    """The line of a window's result, in which `tools/launch/start.sh` finds the flags to pin.
+    """The line of a window's result.
 
     Args:
         ranks: of the expert group.
