@@ -24,22 +24,40 @@ die() {
     exit 1
 }
 
-# begin_beside COMMAND...: start it in parallel, its output in a file; one at a time.
+# begin_beside NAME COMMAND...: start it in parallel, one at a time; its lines are shown behind NAME.
 begin_beside() {
     output=$(mktemp)
     # Job control gives it a process group of its own: an interrupt reaches it only by the trap.
     set -m
-    "$@" >"$output" 2>&1 &
+    { "${@:2}" 2>&1 | tee "$output" | sed -u "s/^/[$1] /" >&2; } &
     beside=$!
     set +m
     trap 'kill -INT -- "-$beside" 2>/dev/null || true; rm -f "$output"' EXIT
 }
 
-# end_beside: wait for it and print its output; its exit status.
+# end_beside: wait for it and repeat its last lines, more of them if it failed; its exit status.
 end_beside() {
-    local status=0
+    local status=0 num_lines=1
     wait "$beside" || status=$?
-    cat "$output"
+    [[ $status -eq 0 ]] || num_lines=100
+    tail -n "$num_lines" "$output"
+    return "$status"
+}
+
+# alive TEXT COMMAND...: run it, and say every 20 seconds that it still runs; its exit status.
+alive() {
+    local status=0 heartbeat
+    # It ends with this shell too, and neither it nor its sleep keeps an open file or a lock.
+    (
+        SECONDS=0
+        while sleep 20 >/dev/null 2>&1 && kill -0 "$$" 2>/dev/null; do
+            say "$1: still running after $SECONDS s"
+        done
+    ) 9<&- &
+    heartbeat=$!
+    disown "$heartbeat"
+    "${@:2}" || status=$?
+    kill "$heartbeat" 2>/dev/null || true
     return "$status"
 }
 
@@ -55,13 +73,25 @@ new_enough() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
 }
 
+# pyenv_roots: folders of pyenv, one per line. A shim on PATH runs only the version that is active,
+# and shows where the others are.
+pyenv_roots() {
+    local shim
+    printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}"
+    while IFS= read -r shim; do
+        [[ $shim != */shims/* ]] || printf '%s\n' "${shim%/shims/*}"
+    done < <(type -aP python3 python)
+}
+
 # candidates VERSION: interpreters that may be of that version, one per line.
 candidates() {
-    local version=$1 name
+    local version=$1 name root
     for name in "python$version" python3 python; do
         type -aP "$name" || true
     done
-    compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version*/bin/python$version" || true
+    while IFS= read -r root; do
+        compgen -G "$root/versions/$version*/bin/python$version" || true
+    done < <(pyenv_roots)
     if command -v uv >/dev/null; then
         uv python find --system "$version" 2>/dev/null || true
     fi
@@ -115,7 +145,7 @@ make_venv() {
         die "$folder is there and is no virtual environment; move it away or set MONTA_VENV"
     fi
     say "making $folder with $python"
-    "$python" -m venv --clear "$folder"
+    alive "making $folder" "$python" -m venv --clear "$folder"
 }
 
 # wanted REQUIREMENT...: what the stamp of an installation holds.
@@ -143,7 +173,7 @@ install_once() {
     say "installing ${*:2} (torch alone can be gigabytes the first time)"
     # On a terminal pip's progress bars show what takes so long; in a log they are noise.
     [[ -t 1 ]] || quiet=(--quiet)
-    "$folder/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
+    alive "installing" "$folder/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
         --no-compile "${@:2}"
     wanted "${@:2}" >"$(stamp_of "$@")"
 }

@@ -41,17 +41,19 @@ test_old_end() {
 
 test_newest() {
     local status=0
+    say "these tests take about 15 minutes on 2 cores, the programs among them in parallel"
     install_main test
-    begin_beside scripts/test.sh "${BESIDE[@]}"
+    begin_beside programs scripts/test.sh "${BESIDE[@]}"
     scripts/test.sh "${BESIDE[@]/#/--ignore=}" || status=$?
     say "in parallel: ${BESIDE[*]}"
     end_beside || status=$?
+    say "the tests took $((SECONDS / 60)) min $((SECONDS % 60)) s"
     return "$status"
 }
 
 test_all() {
     local status=0
-    begin_beside scripts/test.sh --old-end
+    begin_beside "oldest Megatron" scripts/test.sh --old-end
     scripts/test.sh --newest || status=$?
     end_beside || status=$?
     return "$status"
