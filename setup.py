@@ -31,6 +31,7 @@ def without_relative_links(page: str) -> str:
 plot = ["matplotlib"]
 test = [
     *("pytest>=8", "hypothesis>=6", "pytest-timeout>=2.3", "tensorboard"),
+    "einops",  # Megatron: an optimizer in several instances
     *plot,
 ]
 

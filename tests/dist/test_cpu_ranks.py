@@ -85,6 +85,37 @@ def test_sums_and_exchanges(dtype: torch.dtype, is_async: bool) -> None:
         assert_equal(output, torch.cat([part[rank] for part in parts]), "exchange")
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    "collective", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"]
+)
+@on_ranks(4)
+def test_collectives_of_a_coalescing_manager(collective: str, is_async: bool) -> None:
+    """As Megatron's DDP starts them: in place, several buckets, and only the manager is awaited."""
+    for group in groups():
+        rank, size = group.rank(), group.size()
+        buckets = [torch.full((2 * size,), float(rank + number)) for number in range(3)]
+        shards = [bucket.chunk(size)[rank] for bucket in buckets]
+        with dist._coalescing_manager(group, async_ops=is_async) as manager:
+            for bucket, shard in zip(buckets, shards, strict=True):
+                if collective == "all_gather_into_tensor":
+                    dist.all_gather_into_tensor(bucket, shard, group=group, async_op=is_async)
+                elif collective == "reduce_scatter_tensor":
+                    dist.reduce_scatter_tensor(shard, bucket, group=group, async_op=is_async)
+                else:
+                    dist.all_reduce(bucket, group=group, async_op=is_async)
+        if is_async:
+            manager.wait()
+        for number, (bucket, shard) in enumerate(zip(buckets, shards, strict=True)):
+            if collective == "all_gather_into_tensor":
+                result = bucket
+                expected = torch.arange(size).repeat_interleave(2) + number
+            else:
+                result = shard if collective == "reduce_scatter_tensor" else bucket
+                expected = torch.full_like(result, sum(range(size)) + size * number)
+            assert_equal(result, expected.to(result), number)
+
+
 @on_ranks(4)
 def test_messages_of_a_node() -> None:
     rank = dist.get_rank()

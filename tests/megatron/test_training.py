@@ -107,6 +107,30 @@ def test_training_settings(name: str, ranks: ForkedRanks, tmp_path: Path) -> Non
         assert tracker.read_text() == str(ITERATIONS)
 
 
+# Four ranks share the dense parameters, two each expert.
+SHARED = "--num-layers 2 --expert-model-parallel-size 2 --global-batch-size 8 --eval-iters 0"
+# What runs behind other work, each with all before it. Two instances of the optimizer add the
+# gradients of two ranks each, then both sums, as Gloo does for four ranks.
+OVERLAPPED = (
+    "--overlap-grad-reduce",
+    "--use-distributed-optimizer",
+    "--overlap-param-gather",
+    "--ddp-bucket-size 1",
+    "--num-distributed-optimizer-instances 2",
+)
+
+
+def test_an_optimizer_behind_other_work(ranks: ForkedRanks, tmp_path: Path) -> None:
+    """Its collectives start in torch's `_coalescing_manager`; only the manager is waited for."""
+    stock = train(ranks, "alltoall", SHARED, tmp_path / "stock")
+    assert len(stock.losses) == ITERATIONS
+    settings = f"{SHARED} {BITWISE}"
+    for number, option in enumerate(OVERLAPPED):
+        settings = f"{settings} {option}"
+        ours = train(ranks, "monta", settings, tmp_path / str(number))
+        assert ours == (stock.losses, *OURS), settings
+
+
 # Layers in one tensor, an optimizer by parameter; layers apart, a distributed optimizer that can be
 # sharded anew.
 PLACED = {

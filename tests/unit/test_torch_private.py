@@ -17,7 +17,7 @@ from monta_megatron.common.torch_private import (
 
 pytestmark = pytest.mark.old_end
 
-# The last six are the CPU ranks'.
+# The last seven are the CPU ranks'.
 PRIVATE_NAMES = Path(__file__).with_name("torch_private.txt").read_text().splitlines()
 
 

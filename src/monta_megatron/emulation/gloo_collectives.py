@@ -271,9 +271,14 @@ def all_gather_into_tensor(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | PendingWork | None:
-    """`torch.distributed.all_gather_into_tensor`; Gloo's own if large parts cross nodes."""
+    """`torch.distributed.all_gather_into_tensor`; Gloo's own if large parts cross nodes.
+
+    Megatron: DDP gathers parameters inside torch's `_coalescing_manager` and waits for the manager
+    alone, which knows of no collective but those that torch's own functions leave to it.
+    """
     group = _given(group)
-    if not _gathers_directly([input_tensor], group):
+    is_coalesced = group in distributed_c10d._world.pg_coalesce_state
+    if is_coalesced or not _gathers_directly([input_tensor], group):
         return _all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
     parts = output_tensor.view(group.size(), *input_tensor.shape).unbind()
     return all_gather(list(parts), input_tensor, group=group, async_op=async_op)
