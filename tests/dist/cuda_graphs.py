@@ -8,6 +8,9 @@ from equal import assert_equal
 from layers import Case, build_layer, make_batch
 from patches import capturing_preprocess
 
+import monta_megatron
+from monta_megatron.exchange.collectives import are_open
+
 
 def after_preprocess(dispatcher: Any, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """The five phases behind the first: the output."""
@@ -24,12 +27,17 @@ def after_preprocess(dispatcher: Any, rows: torch.Tensor, probs: torch.Tensor) -
     return dispatcher.combine_postprocess(dispatcher.token_combine(computed))
 
 
-def replay_cuda_graph_attributes(case: Case) -> list[str]:
+def replay_cuda_graph_attributes(case: Case, forgets: bool = False) -> list[str]:
     """Megatron replays a captured preprocess by setting the listed attributes: do that.
 
     Batch A is preprocessed and its attributes are kept; batch B is preprocessed after it; then
     A's attributes come back in every step, and the rest of the phases must belong to A. A name with
     dots is that of an attribute of the shared experts.
+
+    Args:
+        case: the layer.
+        forgets: whether rail and node groups are closed before each replay, which runs no Python of
+            the preprocessing.
 
     Returns:
         what ran in each step.
@@ -65,6 +73,8 @@ def replay_cuda_graph_attributes(case: Case) -> list[str]:
     seen = []
     # What shared experts have begun is there once.
     for _ in range(4 if shared_experts is None else 1):
+        if forgets:
+            monta_megatron.forget_groups()
         for name, kept in attributes.items():
             *path, last = name.split(".")
             value = kept.clone()
@@ -73,6 +83,7 @@ def replay_cuda_graph_attributes(case: Case) -> list[str]:
                 assert dispatcher.get_cudagraph_attr(name) is value
         output = after_preprocess(dispatcher, rows * weight, probs.clone())
         assert_equal(output.detach(), expected, "the replayed batch")
+        assert are_open(dispatcher.groups)
         output.sum().backward()
         optimizer.step()
         seen.append(dispatcher.choice.name)

@@ -18,6 +18,7 @@ import layers
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_graphs import replay_cuda_graph_attributes
 from equal import assert_equal
 from free_ports import free_ports
 from layers import (
@@ -123,6 +124,15 @@ def test_groups_that_are_wrapped_destroyed_and_made_again(
             dist.all_reduce(one, group=dist.new_group(range(4)))
             assert one.item() == 4
             compare_all(case, made)
+
+
+@pytest.mark.old_end
+@pytest.mark.parametrize("chain", ["hierarchical_alltoall", "hierarchical_allgather"])
+@on_ranks(4)
+def test_our_groups_are_given_up_between_replays_of_the_preprocessing(chain: str) -> None:
+    """A CUDA graph replays it without the Python that would make them again."""
+    case = Case(chain=chain, num_chunks=2)
+    assert replay_cuda_graph_attributes(case, forgets=True) == [f"{chain} in 2 chunks"] * 4
 
 
 @on_ranks(4)

@@ -30,6 +30,7 @@ transpose may run as one pipeline between token_dispatch and token_combine, whic
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -60,6 +61,18 @@ from monta_megatron.integration.layer_setup import set_up_layer
 # Since 0.18, both communication phases make overlapped shared experts wait for the caller's stream,
 # and token_combine runs their second layer; earlier releases run it in combine_postprocess.
 SHARED_EXPERTS_WAIT = hasattr(SharedExpertMLP, "wait_current_stream")
+# Attributes that stock's phases set for each micro-batch and ours do not. Each describes stock's
+# own collectives and sorts, of which another chain has none or others.
+UNSET = (
+    "input_splits",
+    "output_splits",
+    "output_splits_tp",
+    "tokens_per_expert",
+    "num_global_tokens_per_local_expert",
+    "num_out_tokens",
+    "capacity",
+    "d2h_event",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +101,8 @@ def rows_of(choice: Choice | None) -> Rows | None:
 class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
     """Runs the exchange of an MoE layer as a pipelined chain, forward and backward.
 
-    Unlike stock alltoall it does not call `preprocess`, and leaves the splits, `capacity` and
-    `tokens_per_expert` None.
+    Unlike stock alltoall it does not call `preprocess`, and has no attribute of `UNSET` unless a
+    framework sets one.
 
     Attributes:
         setup: options, layout and planner.
@@ -140,10 +153,28 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._checked: set[Choice] = set()
         # Rows that this rank's experts received in the last exchange.
         self._num_received = 0
-        # CUDA graphs read every attribute in cudagraph_attrs, set by our phases or not.
-        self.tokens_per_expert = self.num_global_tokens_per_local_expert = None
-        self.num_out_tokens = self.reversed_local_input_permutation_mapping = None
+        # Stock's constructor sets some of them to None.
+        for name in UNSET:
+            vars(self).pop(name, None)
+        # CUDA graphs read every attribute in cudagraph_attrs.
+        self.reversed_local_input_permutation_mapping = None
+        self.cudagraph_attrs = [name for name in self.cudagraph_attrs if name not in UNSET]
         self.cudagraph_attrs.append("joined_counts")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say of an attribute that stock has why it is not here.
+
+        Raises:
+            AttributeError: always; Python asks here only for what is not set.
+        """
+        reason = ""
+        if name in UNSET:
+            reason = (
+                ": it describes the collectives and sorts of stock's alltoall, and this dispatcher "
+                "runs a chain instead; the rows of each expert are the second result of "
+                "dispatch_postprocess"
+            )
+        raise AttributeError(f"{type(self).__name__} does not set {name}{reason}")
 
     @property
     def computes(self) -> bool:
@@ -197,6 +228,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         lists = None
         if self.setup.captures:
             # A graph has replayed dispatch_preprocess without running its Python.
+            self.groups = self.setup.open_groups(self.groups)
             self.choice, self.micro_batch = self.chooser.step_choice, None
             self._read_counts = self._copy_counts()
         if self.micro_batch is None:
