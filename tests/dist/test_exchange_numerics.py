@@ -7,19 +7,20 @@ import math
 from dataclasses import replace
 from unittest import mock
 
+import layers
 import pytest
 import reference
 import torch
 from equal import assert_equal
 from exchanges import Case, cases_on, make_data, place_of, run_passes
-from layers import gathered
+from layers import assert_same_results, build_pair, forward_backward, gathered
 from pool import on_ranks
 
 from monta_megatron.exchange import executor
 from monta_megatron.exchange.streams import Streams
 
 # On two nodes of two ranks.
-CASES = cases_on([(4, 1, 2), (2, 2, 2)])
+CASES = cases_on([(4, 1, 2), (2, 2, 2), (1, 4, 2)])
 # Hops on which partial sums of a token move: each rounds once to the dtype of the wire.
 HOPS = {
     "alltoall": 0,
@@ -117,7 +118,7 @@ def test_rounding(case: Case, dtypes: tuple[str, str]) -> None:
     for num_chunks in (1, 4):
         rms, differ = rms_errors(replace(case, num_chunks=num_chunks, num_blocks=num_chunks))
         if HOPS[case.chain] == 0:
-            # Stock's own sum, pair by pair.
+            # Stock's own sum, pair by pair, where it adds the ETP ranks in their order.
             assert differ == 0, f"{case}: not stock's bits"
             continue
         bound = 1.5 * rms["stock"]
@@ -125,6 +126,20 @@ def test_rounding(case: Case, dtypes: tuple[str, str]) -> None:
             bound = MARGIN * math.sqrt(1 + HOPS[case.chain]) * rms["one rounding"]
         for name in ("output", "token_gradient"):
             assert rms[name] <= bound, f"{case}: {name} {rms[name]:.3e} > {bound:.3e}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("chain", ["alltoall", "alltoall_allgather"])
+@pytest.mark.parametrize("etp", [1, 2, 4])
+@on_ranks(4)
+def test_layers_have_stocks_bits_at_etp_2(etp: int, chain: str, dtype: str) -> None:
+    """Beyond, stock's reduce-scatter adds the same terms in an order of its own."""
+    case = layers.Case(
+        chain=chain, tp=etp, ep=4 // etp, etp=etp, dtype=dtype, routing="router", hidden=32
+    )
+    stock, ours = (forward_backward(case, layer) for layer in build_pair(case))
+    assert case.exact_sums == (etp <= 2)
+    assert_same_results(ours, stock, case.exact_sums, f"{case}")
 
 
 def test_reference_by_hand() -> None:

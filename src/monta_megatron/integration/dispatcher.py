@@ -21,7 +21,7 @@ chain, or in token_dispatch. Then `_bound` chooses the chain and binds it to the
 CUDA graphs that capture the permutation cannot wait before it, so they permute T * top-k rows, or
 E * capacity, before there is a choice.
 
-Chains of permuted tokens leave permuting and its sums to Megatron, bit for bit; chains of tokens
+Chains of permuted tokens leave permuting and the sums over experts to Megatron; chains of tokens
 copy and sum tokens themselves, in fp32. With moe_monta_overlap_experts, chain, experts and
 transpose may run as one pipeline between token_dispatch and token_combine, which then do nothing
 (`compute`; `experts` calls it).
