@@ -111,6 +111,8 @@ class RecordedStream:
         self.recorder = recorder
         self.name = name
         self.priority = priority
+        # A handle of the driver's.
+        self.cuda_stream = id(self)
         self.clock: Clock = {}
         self.last: Entry | None = None
 

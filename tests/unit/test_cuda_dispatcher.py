@@ -15,12 +15,16 @@ from fake_device import HostWaitsError
 from fake_world import LAYOUTS, NUM_TOKENS, TOPK
 from launch_counts import HIDDEN, LISTED, layer_on_device, make_dispatcher
 from megatron.core.transformer.moe import token_dispatcher as stock
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from stream_recorder import RecordedStream
 
 from monta_megatron import plan
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.program import COMBINE
+from monta_megatron.exchange import streams
 from monta_megatron.integration import count_sources, dispatcher, planning
 from monta_megatron.integration.dispatcher import MontaTokenDispatcher
+from monta_megatron.integration.layer_setup import streams_line
 from monta_megatron.integration.options import Options
 from monta_megatron.integration.planning import planner_for
 from monta_megatron.planner.cluster_file import load_cluster
@@ -148,3 +152,30 @@ def test_counts_of_two_micro_batches_do_not_mix() -> None:
             waits.append(made._copy_counts())
         num_rows = [made._bound(wait).num_source_rows for wait in waits]
     assert num_rows == [32 * TOPK, 64 * TOPK]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_streams_are_said_before_the_first_rows(is_shared: bool) -> None:
+    """On the first GPU day a shared one has to be seen."""
+    streams_line.cache_clear()
+    lines: list[str] = []
+    with layer_on_device("hierarchical_alltoall") as (made, routed, device):
+        # A shared setup: the index of the messages stays.
+        object.__setattr__(made.setup, "report", lines.append)
+        counts, caller = made.cuda_dtoh_stream, device.recorder.current
+        others = RecordedStream(device.recorder, "shared experts")
+        ours = streams.side_streams(torch.device("cuda", 0))
+        with (
+            mock.patch.object(stock.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", counts),
+            mock.patch.object(SharedExpertMLP, "stream", ours[1] if is_shared else others),
+        ):
+            for _ in range(2):
+                forward(made, routed)
+    handle = (ours[1] if is_shared else others).cuda_stream
+    assert lines == [
+        f"streams: caller {caller.cuda_stream:#x}, "
+        f"ours {' '.join(f'{stream.cuda_stream:#x}' for stream in ours)}, "
+        f"copies of counts {counts.cuda_stream:#x}, shared experts {handle:#x}; "
+        f"shared with ours: {'shared experts' if is_shared else 'none'}"
+    ]
+    streams_line.cache_clear()

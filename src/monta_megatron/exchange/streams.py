@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 # Streams of a torch pool: one pool per device and priority (c10/cuda/CUDAStream.cpp).
 STREAMS_IN_POOL = 32
+# Of a pass with two collectives.
+MAX_SIDE_STREAMS = 3
 
 # Waits for an operation: blocks the current stream on a GPU, the host on CPU ranks.
 Ready = Callable[[], object]
@@ -215,6 +217,11 @@ def _side_streams(
         if stream not in drawn:
             drawn.append(stream)
     raise AssertionError(f"of {STREAMS_IN_POOL} streams {len(usable)} are usable, not {number}")
+
+
+def side_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """The side streams of passes that the current stream calls."""
+    return _side_streams(device, torch.cuda.current_stream(device), MAX_SIDE_STREAMS)
 
 
 def streams_for(device: torch.device) -> Streams:

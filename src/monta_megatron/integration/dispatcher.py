@@ -56,7 +56,7 @@ from monta_megatron.integration.count_sources import (
     padded,
     replaces_preprocess,
 )
-from monta_megatron.integration.layer_setup import set_up_layer
+from monta_megatron.integration.layer_setup import set_up_layer, streams_line
 
 # Since 0.18, both communication phases make overlapped shared experts wait for the caller's stream,
 # and token_combine runs their second layer; earlier releases run it in combine_postprocess.
@@ -444,4 +444,6 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
                 prob_dtype=self.probs.dtype,
                 device=self.probs.device,
             ).check()
+        if self.probs.is_cuda:
+            setup.report(streams_line(self.probs.device))
         self._checked.add(choice)

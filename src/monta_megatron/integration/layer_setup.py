@@ -10,15 +10,18 @@ so no rank waits for one that has left:
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.utils import get_comm_stream
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from monta_megatron.chains import CHAINS, ChainCounts
@@ -34,7 +37,7 @@ from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.kernels import agreed_kernels, is_fused, kernel_problem
 from monta_megatron.exchange.monitor import Monitor
 from monta_megatron.exchange.pipeline import blocks_of_chunks
-from monta_megatron.exchange.streams import device_type
+from monta_megatron.exchange.streams import device_type, side_streams
 from monta_megatron.integration.auto import AutoChooser, Chooser, find_chooser, register_chooser
 from monta_megatron.integration.count_sources import CountsFromRanks, replaces_preprocess
 from monta_megatron.integration.options import Options
@@ -61,6 +64,7 @@ class LayerSetup:
         chooser: makes the choice of each optimizer step.
         captures: whether CUDA graphs capture the preprocessing.
         is_fused: whether Triton kernels do the work.
+        report: prints a line once, on the first rank of the pipeline stage.
     """
 
     config: TransformerConfig
@@ -71,6 +75,7 @@ class LayerSetup:
     chooser: Chooser
     captures: bool
     is_fused: bool
+    report: Callable[[str], None]
 
     @cached_property
     def counts(self) -> CountsFromRanks:
@@ -167,6 +172,33 @@ class LayerSetup:
         return groups
 
 
+@cache
+def streams_line(device: torch.device) -> str:
+    """Handles of our streams and Megatron's, with those that are shared; the same in later calls.
+
+    torch hands out the streams of a pool in turn, so one of ours may also be one of Megatron's.
+    Results do not change, but work on it waits unnecessarily.
+    """
+    megatrons = {
+        "copies of counts": MoEAlltoAllTokenDispatcher.cuda_dtoh_stream,
+        "shared experts": SharedExpertMLP.stream,
+        "1F1B communication": get_comm_stream(),
+    }
+    side = [stream.cuda_stream for stream in side_streams(device)]
+    parts = [
+        f"caller {torch.cuda.current_stream(device).cuda_stream:#x}",
+        f"ours {' '.join(f'{handle:#x}' for handle in side)}",
+    ]
+    shared = []
+    for name, stream in megatrons.items():
+        # Megatron makes them where it needs them.
+        if stream is not None:
+            parts.append(f"{name} {stream.cuda_stream:#x}")
+            if stream.cuda_stream in side:
+                shared.append(name)
+    return f"streams: {', '.join(parts)}; shared with ours: {', '.join(shared) or 'none'}"
+
+
 def set_up_layer(
     config: TransformerConfig,
     num_local_experts: int,
@@ -240,6 +272,7 @@ def set_up_layer(
             chooser=chooser,
             captures=captures,
             is_fused=is_fused(kernels, device),
+            report=report,
         )
         for note in (nodes_note, kernels_note, *setup.notes()):
             if note is not None:
