@@ -30,7 +30,7 @@ transpose may run as one pipeline between token_dispatch and token_combine, whic
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,10 +158,10 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             vars(self).pop(name, None)
         # CUDA graphs read every attribute in cudagraph_attrs.
         self.reversed_local_input_permutation_mapping = None
-        self.cudagraph_attrs = [name for name in self.cudagraph_attrs if name not in UNSET]
+        self.cudagraph_attrs[:] = [name for name in self.cudagraph_attrs if name not in UNSET]
         self.cudagraph_attrs.append("joined_counts")
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         """Say of an attribute that stock has why it is not here.
 
         Raises:
