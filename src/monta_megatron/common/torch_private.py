@@ -55,6 +55,15 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return getattr(options_of(group), "_timeout", None)
 
 
+def was_group_made() -> bool:
+    """Whether a default process group was ever made in this process, even if it was destroyed.
+
+    torch notes the backend of the first one, and forgets it with none. In a torch that does not
+    have the name nobody knows, and the answer is yes.
+    """
+    return getattr(distributed_c10d, "_backend", "unknown") is not None
+
+
 def is_open(group: dist.ProcessGroup) -> bool:
     """Whether a group was not destroyed, as far as this process can see."""
     return is_wrapped(group) or group in distributed_c10d._world.pg_map

@@ -53,6 +53,21 @@ def seen_as_alltoall(config: Any) -> Iterator[None]:
         config.moe_token_dispatcher_type = dispatcher_type
 
 
+def holds_up_others(config: Any) -> bool:
+    """Whether NCCL's launch order would hold up collectives that overlap with our passes.
+
+    The 1F1B overlap issues those of tensor and context parallelism of one micro-batch behind the
+    passes of another.
+
+    Args:
+        config: a TransformerConfig, or parsed arguments.
+    """
+    tp_size = getattr(config, "tensor_model_parallel_size", None) or 1
+    cp_size = getattr(config, "context_parallel_size", None) or 1
+    overlaps_1f1b = getattr(config, "overlap_moe_expert_parallel_comm", False)
+    return bool(overlaps_1f1b) and tp_size * cp_size > 1
+
+
 # Megatron's modules in which we answer `should_free_input`: one of two, depending on the release.
 _answered: list[str] = []
 
@@ -180,7 +195,7 @@ def _checking_monta(original: Callable[[Any], None]) -> Callable[[Any], None]:
             original(self)
             return
         check_config(self)
-        set_launch_order()
+        set_launch_order(holds_up_others(self))
         with seen_as_alltoall(self):
             original(self)
 
@@ -205,7 +220,7 @@ def patch_arguments(arguments: Any) -> None:
             raise SystemExit(2) from None
         if is_monta(args):
             # Megatron makes its process groups later.
-            set_launch_order()
+            set_launch_order(holds_up_others(args))
         return original(args, *more, **kwargs)
 
     arguments.validate_args = validate_args

@@ -19,7 +19,13 @@ from monta_megatron.common.errors import UserError
 from monta_megatron.core import Choice
 from monta_megatron.exchange.count_messages import busiest_over_mean
 from monta_megatron.exchange.launch_order import set_launch_order
-from monta_megatron.integration.arguments import check_schedule, is_monta, refuse, seen_as_alltoall
+from monta_megatron.integration.arguments import (
+    check_schedule,
+    holds_up_others,
+    is_monta,
+    refuse,
+    seen_as_alltoall,
+)
 from monta_megatron.integration.ranks import reports_for_stage
 
 # The MoE layers with our dispatcher.
@@ -58,7 +64,7 @@ def build_with_monta(
 
     from monta_megatron.integration.dispatcher import MontaTokenDispatcher
 
-    set_launch_order()
+    set_launch_order(holds_up_others(config))
     given = inspect.signature(construct).bind_partial(layer, config, *args, **kwargs).arguments
     groups = (given | kwargs).get("pg_collection") or get_default_pg_collection()
     try:

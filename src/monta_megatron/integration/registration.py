@@ -32,6 +32,7 @@ import sys
 from types import ModuleType
 
 from monta_megatron.common.import_hook import after_import
+from monta_megatron.exchange import launch_order
 
 # For (a) and (b): a module of Megatron, and the function in this package that changes it. A name
 # keeps this file light: the function is imported only when Megatron's module is.
@@ -57,6 +58,8 @@ def install(way_in: str) -> None:
         _ways_in.append(way_in)
     if len(_ways_in) > 1:
         return
+    # A later look may be behind the first process group.
+    launch_order.observe()
     for module_name, patch in PATCHES:
         after_import(module_name, functools.partial(_apply, patch))
 
