@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+import golden
 import pytest
 import sitecustomize  # noqa: F401 - this interpreter collects rarely too
 
@@ -25,6 +26,14 @@ os.environ.update(KEEP_FREED_MEMORY)
 # Not sitecustomize's own path: a distribution's Python may already have imported another one.
 STARTUP = str(Path(__file__).parent / "support" / "startup")
 os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, os.environ.get("PYTHONPATH", "")]).rstrip(":")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--renew", action="store_true", help="write golden files anew, for a diff")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    golden.renews = config.getoption("renew")
 
 
 @pytest.fixture
