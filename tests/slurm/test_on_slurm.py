@@ -91,10 +91,14 @@ def check_ranks(said: str, run: Run, gpus: str | None = None) -> None:
     ]
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["with gpus", "without"])
-def test_sbatch(slurm: Cluster, tmp_path: Path, asks: bool) -> None:
+@pytest.mark.parametrize(
+    "asks",
+    [ALL_OF_A_NODE, {"gres": f"gpu:{GPUS_PER_NODE}", "exclusive": True, "mem": 0}, {}],
+    ids=["gpus-per-node", "gres", "no GPUs"],
+)
+def test_sbatch(slurm: Cluster, tmp_path: Path, asks: dict[str, Any]) -> None:
     """Also where jobs are given nothing of the environment that they are submitted from."""
-    run = written(tmp_path, options=(ALL_OF_A_NODE if asks else {}) | {"time": 30})
+    run = written(tmp_path, options=asks | {"time": 30})
     fields, log = completed(slurm, run, **({} if asks else {"SBATCH_EXPORT": "NONE"}))
     assert (fields["NumNodes"], fields["TimeLimit"]) == ("2", "00:30:00")
     assert (fields["JobName"], fields["Requeue"]) == ("on_slurm", "1")

@@ -3,18 +3,20 @@
 import json
 import re
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 import rank_programs
 import yaml
 from commands import needs_training
 from interrupts import processes_with
-from slurm_cluster import JOB_LIMIT_S, Cluster
+from slurm_cluster import JOB_LIMIT_S, NODE_NAMES, Cluster
 from test_start_script import PLACES
-from tuning_results import ALLTOALL, logged_windows
 
 from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
+from monta_megatron.integration.results import read_results
 from monta_megatron.planner.cluster_file import load_cluster
+from monta_megatron.planner.tuning import TIME_LAG
 from monta_megatron.tools.launch import start
 from monta_megatron.tools.launch.prepare import prepare
 from monta_megatron.tools.launch.start import START, start_command
@@ -24,12 +26,15 @@ pytestmark = pytest.mark.timeout(3 * JOB_LIMIT_S)
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 RANKS = rank_programs.__file__
 
-ITERATIONS, SIGNALLED_ITERATION = 5, 2
+# Two tuning windows, the second of which begins as soon as the first has its result.
+STEPS, STEPS_TO_SECOND = 6, 6 + TIME_LAG
+SIGNALLED_ITERATION = STEPS_TO_SECOND + STEPS + TIME_LAG + 1
+ITERATIONS = SIGNALLED_ITERATION + 3
 TRAINING = f"""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64
     --seq-length 32 --max-position-embeddings 32 --disable-bias-linear
     --attention-dropout 0 --hidden-dropout 0 --num-experts 4 --moe-router-topk 2
-    --moe-token-dispatcher-type monta --moe-monta-chain alltoall_allgather
+    --moe-token-dispatcher-type monta --moe-monta-tune-steps {STEPS}
     --expert-model-parallel-size 2
     --micro-batch-size 2 --global-batch-size 4 --lr 5e-3 --seed 7
     --tokenizer-type NullTokenizer --vocab-size 256 --mock-data --split 100,0,0
@@ -65,11 +70,10 @@ def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
     assert len(losses(whole)) == ITERATIONS
 
     # Step 2: by run.sh, with what Slurm sends to the batch script near the time limit.
-    says = "|".join(logged_windows(2 * [ALLTOALL]))
     run = {
         **{"name": "parts", "script": str(Path(__file__).with_name("pausing_train.py"))},
         **{"layout": {"nodes": 2, "ranks_per_node": 1}, "megatron": {}},
-        "environment": {"PAUSES_AFTER": SIGNALLED_ITERATION, "SAYS": says},
+        "environment": {"PAUSES_AFTER": SIGNALLED_ITERATION, "STEPS_TO_SECOND": STEPS_TO_SECOND},
     }
     run_file.write_text(yaml.safe_dump(run))
     words = f"{TRAINING} --record {parts} {CHECKPOINTS.format(tmp_path / 'saved')}".split()
@@ -84,9 +88,12 @@ def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
     assert "successfully loaded checkpoint" in second
     assert printed_iterations(log) == list(range(1, ITERATIONS + 1))
     assert losses(parts) == losses(whole)
-    # The second start has the flags that the second tuning windows pinned.
-    assert f"pinned by the second tuning windows: {ALLTOALL.flags}\n" in second
-    assert f"monta: {ALLTOALL.name}" in second and f"monta: {ALLTOALL.name}" not in first
+    # The second start has the flags that the second tuning window pinned, and no trials.
+    windows = {result.window: result for result in read_results(prepared.directory / "tuning")}
+    assert {window: result.step for window, result in windows.items()} == {1: 0, 2: STEPS_TO_SECOND}
+    assert f"pinned by the second tuning windows: {windows[2].flags}\n" in second
+    opened = ": tuning window of "
+    assert (first.count(opened), second.count(opened)) == (2, 0)
 
 
 def test_cancelled_job_leaves_no_process(slurm: Cluster, tmp_path: Path) -> None:
@@ -116,6 +123,70 @@ def test_bench(slurm: Cluster, tmp_path: Path) -> None:
     job, log = slurm.submit(tmp_path, script, *arguments.split(), RANKS_PER_NODE="1")
     slurm.complete(job, log)
     assert "alltoall_dedup" in log.read_text()
+
+
+@pytest.mark.parametrize("given", [None, gethostname()], ids=["not given", "given"])
+def test_master_address(slurm: Cluster, tmp_path: Path, given: str | None) -> None:
+    variables = {} if given is None else {"MASTER_ADDR": given}
+    command = f"--nodes=2 {START} --ranks-per-node 2 -- {RANKS} address"
+    job, log = slurm.submit(tmp_path, *command.split(), **variables)
+    slurm.complete(job, log)
+    assert log.read_text().splitlines()[-4:] == 4 * [given or NODE_NAMES[0]]
+
+
+def refused(slurm: Cluster, folder: Path, command: str, **environment: str) -> str:
+    """The log of a job that is refused."""
+    job, log = slurm.submit(folder, *command.split(), **environment)
+    fields = slurm.wait(job)
+    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "2:0"), log.read_text()
+    return log.read_text()
+
+
+def test_a_loopback_address_serves_one_node_alone(slurm: Cluster, tmp_path: Path) -> None:
+    command = f"{START} --ranks-per-node 2 -- {RANKS} address"
+    said = refused(slurm, tmp_path, f"--nodes=2 {command}", MASTER_ADDR="127.0.0.1")
+    assert said == (
+        "start.sh: MASTER_ADDR: got '127.0.0.1', must be an address by which the 2 nodes reach the "
+        "first one; in a job of Slurm it may be left out\n"
+    )
+    job, log = slurm.submit(tmp_path, "--nodes=1", *command.split(), MASTER_ADDR="localhost")
+    slurm.complete(job, log)
+    assert log.read_text().splitlines()[-2:] == 2 * ["localhost"]
+
+
+def test_only_one_part_of_a_heterogeneous_job_starts(slurm: Cluster, tmp_path: Path) -> None:
+    arguments = f"{START} --ranks-per-node 1 -- {RANKS} place"
+    said = refused(slurm, tmp_path, f"--nodes=1 : --nodes=1 {arguments}")
+    assert said == (
+        "start.sh: heterogeneous job: got 2 parts, must be one, as only the first would start; "
+        "start this script in one of them with `srun --het-group N bash start.sh ...`\n"
+    )
+    srun = f"salloc --nodes=1 : --nodes=1 srun --het-group 1 bash {arguments}"
+    assert json.loads(slurm.call(*srun.split())) == [0, 1, 0, 1]
+
+
+DEVICES = (
+    "start.sh: CUDA_VISIBLE_DEVICES: got '0', must be a device for each of the 2 ranks of a node; "
+    "ask for --gpus-per-node 2 in place of --gpus-per-task\n"
+)
+
+
+def test_a_task_that_does_not_see_all_devices_is_refused(slurm: Cluster, tmp_path: Path) -> None:
+    """By one line, in srun's tasks and in torchrun's; it runs with the remedy of the line."""
+    arguments = f"{START} --ranks-per-node 2 -- {RANKS} place"
+    srun = f"srun --nodes=2 --ntasks-per-node=2 --kill-on-bad-exit {{}} bash {arguments}".format
+    done = slurm.run(*srun("--gpus-per-task=1").split(), MONTA_CPU_RANKS="0")
+    ours = [line for line in done.stderr.splitlines(True) if line.startswith("start.sh")]
+    assert (done.returncode, done.stdout, ours) == (2, "", [DEVICES])
+    printed = slurm.call(*srun("--gpus-per-node=2").split(), MONTA_CPU_RANKS="0")
+    assert sorted(map(json.loads, printed.splitlines())) == PLACES
+    # CPU ranks take no device.
+    printed = slurm.call(*srun("--gpus-per-task=1").split())
+    assert sorted(map(json.loads, printed.splitlines())) == PLACES
+
+    per_task = f"--nodes=2 --ntasks-per-node=2 --gpus-per-task=1 {arguments}"
+    said = refused(slurm, tmp_path, per_task, MONTA_CPU_RANKS="0")
+    assert said.count("start.sh: ") == said.count(DEVICES) == 1
 
 
 def test_one_task_per_rank(slurm: Cluster) -> None:

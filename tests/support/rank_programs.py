@@ -25,6 +25,11 @@ def place() -> None:
     os.write(1, f"{line}\n".encode())
 
 
+def address() -> None:
+    """Say where this rank looks for the first one."""
+    os.write(1, f"{os.environ['MASTER_ADDR']}\n".encode())
+
+
 def write() -> None:
     """Rank 0 writes bytes; every rank says what it is given on an emulated cluster."""
     from monta_megatron.common import strict_yaml

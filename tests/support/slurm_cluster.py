@@ -25,11 +25,15 @@ START_LIMIT_S = 60
 KILL_WAIT_S = 10
 RUNNING_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 
-# Names that resolve, as torchrun has to find the first node; Slurm takes "localhost" for the host.
-NODE_NAMES = ("127.0.0.1", "127.0.0.2")
+# Names that resolve, as torchrun has to find the first node: 127.0.0.1 and .2, which start.sh would
+# refuse in the usual form. Slurm takes "localhost" for the host.
+NODE_NAMES = ("0x7f000001", "0x7f000002")
 
-# Of each node; files stand for its GPUs. A job that asks for no memory is given the default.
-GPUS_PER_NODE, MEMORY_MB, DEFAULT_MEMORY_MB = 2, 1000, 100
+# Devices that stand for the GPUs of each node; Slurm numbers them, and does not open them.
+GPUS = ("/dev/zero", "/dev/full")
+GPUS_PER_NODE = len(GPUS)
+# Of each node. A job that asks for no memory is given the default.
+MEMORY_MB, DEFAULT_MEMORY_MB = 1000, 100
 
 CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8")
 
@@ -66,9 +70,11 @@ class Cluster:
             "PYTHONWARNINGS": "ignore",
         }
 
-    def call(self, *command: str, cwd: Path | None = None, **environment: str) -> str:
-        """Standard output of a command that has to succeed."""
-        done = subprocess.run(
+    def run(
+        self, *command: str, cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """A command that has ended."""
+        return subprocess.run(
             command,
             cwd=cwd,
             env={**self._environment, **environment},
@@ -76,6 +82,10 @@ class Cluster:
             text=True,
             timeout=60,
         )
+
+    def call(self, *command: str, cwd: Path | None = None, **environment: str) -> str:
+        """Standard output of a command that has to succeed."""
+        done = self.run(*command, cwd=cwd, **environment)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -124,10 +134,7 @@ def running_cluster() -> Iterator[Cluster]:
     # Not pytest's folder: the path of a socket is short.
     folder = Path(tempfile.mkdtemp(prefix="monta-slurm-"))
     (folder / "state").mkdir()
-    gpus = [folder / f"gpu{number}" for number in range(GPUS_PER_NODE)]
-    for gpu in gpus:
-        gpu.touch()
-    (folder / "gres.conf").write_text("".join(f"Name=gpu File={gpu}\n" for gpu in gpus))
+    (folder / "gres.conf").write_text("".join(f"Name=gpu File={gpu}\n" for gpu in GPUS))
     text = CONFIGURATION.format(
         memory_mb=MEMORY_MB,
         default_memory_mb=DEFAULT_MEMORY_MB,

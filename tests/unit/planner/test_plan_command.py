@@ -112,6 +112,8 @@ def test_a_run_file_is_taken_as_it_is(folder: Path, monta: Monta, words: list[st
     run = prepare("run.yaml", [], None, dry_run=True)
     assert checked(run).megatron is not None
     assert run.plan is not None
+    # As the presets do.
+    assert run.config.slurm.options["time"] == 240
     # Trials are to confirm the choice.
     assert "moe-monta-chain" not in run.config.megatron
 

@@ -7,6 +7,7 @@ versions.json   versions, commits, when and how the run was made
 run.sh          starts it, under bash or sbatch
 start.sh        one process per rank, for run.sh
 logs/           the output of the ranks
+tuning/         results of the tuning windows, made by the ranks
 
 Only its owner can read it.
 """
@@ -30,6 +31,7 @@ from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import commit, versions
 from monta_megatron.common.torchrun import why_ended
+from monta_megatron.integration.results import FOLDER_VARIABLE
 from monta_megatron.tools.launch.prepare import UNRESOLVED, Run, checked, prepare
 from monta_megatron.tools.launch.run_config import words_of
 
@@ -42,6 +44,7 @@ def run_script(run: Run) -> str:
     config, layout = run.config, run.config.layout
     environment = {
         "RUN_DIRECTORY": str(run.directory),
+        FOLDER_VARIABLE: str(run.directory / "tuning"),
         # start.sh runs the ranks with this interpreter, whose Megatron has checked the arguments.
         "PYTHON": sys.executable if config.slurm.container is None else "python3",
         **{name: str(value) for name, value in config.environment.items()},

@@ -12,12 +12,17 @@
 #
 # in a shell    torchrun on this node. Several nodes: the same on each, with NODE_RANK, MASTER_ADDR
 #               and MASTER_PORT in the environment.
-# under srun    one task per node: torchrun; one task per rank: SCRIPT itself.
+# under srun    one task per node: torchrun; one task per rank: SCRIPT itself. Each task has to see
+#               the GPUs of all ranks of its node.
 # under sbatch  (salloc too) runs itself under srun, one task per node. With
 #               `--signal=B:USR1@SECONDS --requeue` every rank gets SIGTERM that long before the
 #               time limit, and Megatron's --exit-signal-handler writes a checkpoint and ends; if
-#               all ranks end with status 0, the job is requeued and resumes from the checkpoint.
-#               It then has the flags that its second tuning windows pinned, if all pinned the same.
+#               all ranks end with status 0, the job is requeued and resumes from the checkpoint,
+#               with the flags that its tuning windows have pinned (pinned.py). Their results are
+#               kept in the folder $MONTA_TUNING_RESULTS (default: ./monta-tuning-JOB).
+#
+# MASTER_ADDR is kept where it is given. Without it Slurm's name of the first node is taken; a site
+# may have another name for the network of the ranks.
 #
 # A batch script of your own has to end with `exec bash start.sh ...`: Slurm signals nothing else.
 #
@@ -28,14 +33,47 @@ say() {
     printf 'start.sh: %s\n' "$*" >&2
 }
 
+# Of the tasks of a step the first one says it. Those that Slurm has not ended after a while may
+# have made a mistake of their own, and say it once per node.
 die() {
-    say "$*"
+    if ((${SLURM_PROCID:-0} == 0)); then
+        say "$*"
+    else
+        # Slurm ends this process and the other, in any order.
+        trap 'exit 2' TERM
+        sleep 5 &
+        wait $! || exit 2
+        ((SLURM_LOCALID > 0)) || say "$* (on $SLURMD_NODENAME)"
+    fi
     exit 2
 }
 
 # check_count NAME VALUE: refuse what is not an integer >= 1.
 check_count() {
     [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1: got '$2', must be an integer >= 1"
+}
+
+# With such an address every node would look for the first rank on itself.
+check_address() {
+    ((nodes > 1)) || return 0
+    case ${MASTER_ADDR:-} in
+        localhost | localhost.* | 127.* | ::1)
+            die "MASTER_ADDR: got '$MASTER_ADDR', must be an address by which the $nodes nodes" \
+                "reach the first one; in a job of Slurm it may be left out"
+            ;;
+    esac
+}
+
+# Local rank N takes the device N of those that its task sees.
+check_devices() {
+    local devices
+    IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES:-}"
+    if [[ ${MONTA_CPU_RANKS:-0} != 1 ]] &&
+        ((${#devices[@]} > 0 && ${#devices[@]} < ranks_per_node)); then
+        die "CUDA_VISIBLE_DEVICES: got '$CUDA_VISIBLE_DEVICES', must be a device for each of the" \
+            "$ranks_per_node ranks of a node; ask for --gpus-per-node $ranks_per_node in place of" \
+            "--gpus-per-task"
+    fi
 }
 
 # signal NAME PROCESS...: send a signal to processes, which may have ended already.
@@ -64,6 +102,7 @@ in_shell() {
     if ((nodes > 1)); then
         [[ -n ${NODE_RANK:-} && -n ${MASTER_ADDR:-} ]] ||
             die "NODE_RANK, MASTER_ADDR: not set, must be on each of $nodes nodes without Slurm"
+        check_address
         place=(
             --nnodes "$nodes" --node-rank "$NODE_RANK"
             --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}"
@@ -81,6 +120,8 @@ in_step() {
     local tasks=$SLURM_STEP_NUM_TASKS command ranks_are=children
     ((nodes == SLURM_STEP_NUM_NODES)) ||
         die "--nodes: got $nodes, must be the $SLURM_STEP_NUM_NODES nodes of this srun"
+    check_devices
+    check_address
     # Set by the batch script; in a container there may be no scontrol to ask.
     ((nodes > 1)) || MASTER_ADDR=${MASTER_ADDR:-localhost}
     MASTER_ADDR=${MASTER_ADDR:-$(first_host "$SLURM_STEP_NODELIST")}
@@ -98,6 +139,9 @@ in_step() {
     else
         die "srun started $tasks tasks on $nodes nodes, must be 1 or $ranks_per_node on each"
     fi
+    # It runs the command in its own process.
+    [[ -z ${MONTA_TUNING_RESULTS:-} ]] ||
+        command=("$python" -m monta_megatron.tools.launch.pinned "${command[@]}")
     # Some of Slurm's process trackers send USR1 to every process of the step, which would end them.
     (
         trap '' USR1
@@ -118,68 +162,22 @@ end_ranks() {
     signal TERM "${ranks[@]:-$child}"
 }
 
-# pinned_flags LOG: print the flags that the second tuning window of every exchange has pinned, if
-# they are the same. The second window opens STEPS_TO_SECOND (planner/tuning.py) after the first.
-pinned_flags() {
-    awk '
-        /auto, ranks [0-9, ]*: .* wins with / {
-            exchange = step = flags = $0
-            sub(/.*auto, ranks /, "", exchange)
-            sub(/:.*/, "", exchange)
-            sub(/.*trials in steps /, "", step)
-            sub(/.*pin it with /, "", flags)
-            sub(/;.*/, "", flags)
-            exchanges[exchange] = 1
-            if (step + 0 < 1000) next
-            pinned[exchange] = 1
-            if (all != "" && all != flags) differ = 1
-            all = flags
-        }
-        END {
-            for (exchange in exchanges) if (!(exchange in pinned)) differ = 1
-            if (!differ) print all
-        }
-    ' "$1"
-}
-
-# without_choice WORD...: set `words` to the words without the options that pinned flags replace.
-without_choice() {
-    words=()
-    while (($# > 0)); do
-        case $1 in
-            --moe-monta-chain | --moe-monta-num-chunks | --moe-monta-tune-steps) shift ;;
-            --moe-monta-chain=* | --moe-monta-num-chunks=* | --moe-monta-tune-steps=*) ;;
-            --moe-monta-overlap-experts) ;;
-            *) words+=("$1") ;;
-        esac
-        shift
-    done
-}
-
 in_job() {
     nodes=${nodes:-$SLURM_JOB_NUM_NODES}
-    local requeue=no status=0 log pinned=() words=("$@")
-    if ((${SLURM_RESTART_COUNT:-0} > 0)); then
-        log=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *StdOut=//p')
-        read -ra pinned < <(pinned_flags "$log") || true
-        if ((${#pinned[@]} > 0)); then
-            say "pinned by the second tuning windows: ${pinned[*]}"
-            # A named chain has no trials; its experts are split only where the winner's were.
-            without_choice "$@"
-            unset MOE_MONTA_TUNE_STEPS MOE_MONTA_OVERLAP_EXPERTS
-            words+=("${pinned[@]}")
-        else
-            say "no flags are pinned: no second tuning windows with one winner in $log"
-        fi
-    fi
-    MASTER_ADDR=$(first_host "$SLURM_JOB_NODELIST")
+    local requeue=no status=0
+    ((${SLURM_HET_SIZE:-1} == 1)) ||
+        die "heterogeneous job: got $SLURM_HET_SIZE parts, must be one, as only the first would" \
+            "start; start this script in one of them with \`srun --het-group N bash start.sh ...\`"
+    check_address
+    MASTER_ADDR=${MASTER_ADDR:-$(first_host "$SLURM_JOB_NODELIST")}
+    export MONTA_TUNING_RESULTS=${MONTA_TUNING_RESULTS:-$PWD/monta-tuning-$SLURM_JOB_ID}
     export MASTER_ADDR MASTER_PORT
     # Pass the text of this file, since Slurm's copy of a batch script is on one node only. Without
     # a CPU binding the one task of a node may use all the cores of the job there.
     # On some clusters a job passes nothing of its environment to its steps unless it says so.
     srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --cpu-bind none --kill-on-bad-exit \
         --export ALL "${pyxis[@]}" "${apptainer[@]}" bash -c "$(<"$0")" \
-        start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "${words[@]}" &
+        start.sh --ranks-per-node "$ranks_per_node" --nodes "$nodes" -- "$@" &
     child=$!
     trap 'requeue=yes; signal USR1 "$child"' USR1
     trap 'signal TERM "$child"' TERM INT

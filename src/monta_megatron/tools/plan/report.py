@@ -219,7 +219,7 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
         },
         # Megatron demands it before Blackwell.
         "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": 1} if layout.tp * layout.cp > 1 else {},
-        "slurm": {"options": {"gpus-per-node": on_host, "exclusive": True, "mem": 0}},
+        "slurm": {"options": {"time": 240, "gpus-per-node": on_host, "exclusive": True, "mem": 0}},
         "megatron": {name: value for name, value in megatron.items() if value},
     }
     head = f"# `monta plan --out` chose {plan.chain} x{plan.num_chunks}: {plan.reason}.\n"

@@ -1,0 +1,87 @@
+"""Start the ranks of a Slurm job with the flags that tuning windows before a requeue have pinned.
+
+    python -m monta_megatron.tools.launch.pinned COMMAND...
+
+start.sh calls it in every task of a step, so in the container of the ranks, and all tasks read the
+same files. A job's first start removes the results of earlier jobs from the folder.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from monta_megatron.common.errors import UserError
+from monta_megatron.integration.results import (
+    FOLDER_VARIABLE,
+    WindowResult,
+    read_results,
+    remove_results,
+)
+
+# What the flags of a winner replace: a named chain has no trials, and its experts are split only
+# where the winner's were.
+VALUE_OPTIONS = ("--moe-monta-chain", "--moe-monta-num-chunks", "--moe-monta-tune-steps")
+SWITCH = "--moe-monta-overlap-experts"
+
+
+def pinned_flags(results: Iterable[WindowResult]) -> str | None:
+    """The flags of the winner of all second windows.
+
+    Returns:
+        None if second windows differ, or are missing where there was a first one.
+    """
+    first_windows, winners = set(), {}
+    for result in results:
+        layers = result.ranks, result.layers
+        if result.window == 1:
+            first_windows.add(layers)
+        else:
+            winners[layers] = result.flags
+    flags = set(winners.values())
+    if len(flags) != 1 or not first_windows <= winners.keys():
+        return None
+    return flags.pop()
+
+
+def with_flags(words: Sequence[str], flags: str) -> list[str]:
+    """The words of a command, with flags in place of the options that they replace."""
+    kept = []
+    remaining = iter(words)
+    for word in remaining:
+        name, has_value, _ = word.partition("=")
+        if name in VALUE_OPTIONS:
+            if not has_value:
+                next(remaining, None)
+        elif name != SWITCH:
+            kept.append(word)
+    return [*kept, *flags.split()]
+
+
+def main(command: list[str]) -> None:
+    """Run the command in place of this process."""
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    is_first_task = os.environ.get("SLURM_PROCID", "0") == "0"
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        if is_first_task:
+            remove_results(folder)
+    else:
+        try:
+            flags = pinned_flags(read_results(folder))
+            line = f"no flags are pinned: no second tuning windows with one winner in {folder}"
+        except UserError as error:
+            flags, line = None, f"no flags are pinned: {error}"
+        if flags is not None:
+            line = f"pinned by the second tuning windows: {flags}"
+            command = with_flags(command, flags)
+            # Each option has a variable with its default.
+            for option in (*VALUE_OPTIONS, SWITCH):
+                variable = option.removeprefix("--").replace("-", "_").upper()
+                os.environ.pop(variable, None)
+        if is_first_task:
+            print(f"start.sh: {line}", file=sys.stderr, flush=True)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
