@@ -14,7 +14,12 @@ from slurm_cluster import JOB_LIMIT_S, NODE_NAMES, Cluster
 from test_start_script import PLACES
 
 from monta_megatron.emulation import CPU_RANKS_ARGUMENTS
-from monta_megatron.integration.results import read_results
+from monta_megatron.integration.results import (
+    FOLDER_VARIABLE,
+    WindowResult,
+    read_results,
+    write_result,
+)
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.tuning import TIME_LAG
 from monta_megatron.tools.launch import start
@@ -79,6 +84,10 @@ def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
     words = f"{TRAINING} --record {parts} {CHECKPOINTS.format(tmp_path / 'saved')}".split()
     prepared = prepare(str(run_file), words, tmp_path / "run", dry_run=False)
     start.write(prepared)
+    # A window of an earlier job, whose first start removes it: it would pin nothing.
+    results = prepared.directory / "tuning"
+    earlier = WindowResult(ranks=(0, 1), layers=0, window=1, step=0, flags=None)
+    write_result(earlier, {FOLDER_VARIABLE: str(results)})
     job = slurm.call(*start_command("sbatch", prepared)).strip()
     log = prepared.directory / "logs" / f"{job}.log"
     slurm.wait_until(job, lambda: len(losses(parts)) >= SIGNALLED_ITERATION)
@@ -89,7 +98,7 @@ def test_a_requeued_training_has_the_losses_of_an_unbroken_one(
     assert printed_iterations(log) == list(range(1, ITERATIONS + 1))
     assert losses(parts) == losses(whole)
     # The second start has the flags that the second tuning window pinned, and no trials.
-    windows = {result.window: result for result in read_results(prepared.directory / "tuning")}
+    windows = {result.window: result for result in read_results(results)}
     assert {window: result.step for window, result in windows.items()} == {1: 0, 2: STEPS_TO_SECOND}
     assert f"pinned by the second tuning windows: {windows[2].flags}\n" in second
     opened = ": tuning window of "

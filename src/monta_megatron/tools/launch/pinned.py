@@ -58,28 +58,35 @@ def with_flags(words: Sequence[str], flags: str) -> list[str]:
     return [*kept, *flags.split()]
 
 
+def flags_and_reason(folder: Path) -> tuple[str | None, str]:
+    """The flags that the results in a folder pin, or None; the line for the log."""
+    try:
+        flags = pinned_flags(read_results(folder))
+    except UserError as error:
+        return None, f"no flags are pinned: {error}"
+    if flags is None:
+        return None, f"no flags are pinned: no second tuning windows with one winner in {folder}"
+    return flags, f"pinned by the second tuning windows: {flags}"
+
+
 def main(command: list[str]) -> None:
     """Run the command in place of this process."""
     folder = Path(os.environ[FOLDER_VARIABLE])
+    is_first_start = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
     is_first_task = os.environ.get("SLURM_PROCID", "0") == "0"
-    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    if is_first_start:
+        # No other task has a result yet: its ranks cannot train before those of this task.
         if is_first_task:
             remove_results(folder)
     else:
-        try:
-            flags = pinned_flags(read_results(folder))
-            line = f"no flags are pinned: no second tuning windows with one winner in {folder}"
-        except UserError as error:
-            flags, line = None, f"no flags are pinned: {error}"
+        flags, line = flags_and_reason(folder)
+        if is_first_task:
+            print(f"start.sh: {line}", file=sys.stderr, flush=True)
         if flags is not None:
-            line = f"pinned by the second tuning windows: {flags}"
             command = with_flags(command, flags)
             # Each option has a variable with its default.
             for option in (*VALUE_OPTIONS, SWITCH):
-                variable = option.removeprefix("--").replace("-", "_").upper()
-                os.environ.pop(variable, None)
-        if is_first_task:
-            print(f"start.sh: {line}", file=sys.stderr, flush=True)
+                os.environ.pop(option.removeprefix("--").replace("-", "_").upper(), None)
     os.execvp(command[0], command)
 
 

@@ -39,7 +39,7 @@ die() {
     if ((${SLURM_PROCID:-0} == 0)); then
         say "$*"
     else
-        # Slurm ends this process and the other, in any order.
+        # Slurm may end this process and its sleep, in either order.
         trap 'exit 2' TERM
         sleep 5 &
         wait $! || exit 2
