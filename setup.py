@@ -66,7 +66,7 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "plot": plot,
         "test": test,
-        "dev": [*test, "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML"],
+        "dev": [*test, "ruff==0.17.5", "mypy==2.4.1", "types-PyYAML", "coverage>=7.10"],
     },
     entry_points={
         "console_scripts": ["monta = monta_megatron.cli:main"],

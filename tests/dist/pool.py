@@ -136,6 +136,8 @@ class Pool:
         for connection in self._connections:
             connection.close()
         self._connections = []
+        # Each rank leaves as its connection ends, and writes its coverage; one that hangs does not.
+        self._process.join(timeout=5)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
