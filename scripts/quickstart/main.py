@@ -25,6 +25,7 @@ from trainings import (
 )
 
 from monta_megatron.cli.parser import Parser
+from monta_megatron.common.busy import busy_text, cores_in_use
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import commit, machine, versions
 from monta_megatron.common.rules import positive, whole
@@ -190,6 +191,8 @@ def main() -> int:
     options = read_arguments()
     # A terminated quickstart ends its ranks, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if busy := busy_text(cores_in_use(), NODES * RANKS_PER_NODE):
+        print(f"{busy}; times will be longer, and less certain", flush=True)
     reason = "--no-network" if options.no_network else why_no_network()
     if reason:
         print(f"no network is emulated, so losses are compared and not times: {reason}", flush=True)

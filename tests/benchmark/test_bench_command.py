@@ -33,6 +33,7 @@ def test_report_holds_every_chain_and_field(ranks: ForkedRanks) -> None:
     assert meta["machine"]["cores"] == os.cpu_count()
     assert meta["command"].startswith("monta bench --experts 8")
     assert (meta["nodes"], meta["skipped"]) == ([0, 0, 1, 1], {})
+    assert isinstance(meta["busy"], list)
     assert (meta["settings"]["ep"], meta["settings"]["repeats"]) == (4, 2)
 
     # Scripts rely on these names.

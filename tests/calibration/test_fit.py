@@ -10,6 +10,7 @@ from monta_megatron.calibration.fit import (
     fit_contention,
     fit_curves,
     fit_host_costs,
+    medians_of,
     slowdowns,
 )
 from monta_megatron.calibration.tasks import (
@@ -71,7 +72,8 @@ def test_a_point_counts_the_bytes_that_leave_a_rank() -> None:
 def test_curves_are_the_planted_ones() -> None:
     points = points_of(LAYOUT, "cuda")
     samples = samples_of(points)
-    curves = fit_curves(points, samples, "fused", fit_host_costs(samples, "fused", "by hand"))
+    host = fit_host_costs(samples, "fused", "by hand")
+    curves = fit_curves(medians_of(points, samples, "fused", host))
     found = {
         (curve.resource, curve.operation, curve.group_size, size): us
         for curve in curves
@@ -87,7 +89,7 @@ def test_host_time_of_cpu_ranks_is_not_counted_twice() -> None:
     points = points_of(LAYOUT, "cpu")
     samples = samples_of(points)
     host = fit_host_costs(samples, "host", source="by hand")
-    for curve in fit_curves(points, samples, "host", host):
+    for curve in fit_curves(medians_of(points, samples, "host", host)):
         less_us = LAUNCH_US + PEER_US * (curve.group_size - 1) if curve.resource != "memory" else 0
         expected = [round(100 + size / 1e2 - less_us, 1) for size in curve.sizes_bytes]
         assert list(curve.times_us) == pytest.approx(expected)
@@ -111,7 +113,7 @@ def test_noise_in_all_runs_of_a_task() -> None:
     samples = {**samples_of(points_of(LAYOUT, "cuda")), points[1]: [Sample(1e6, LAUNCH_US)]}
     samples[CHUNKED_PASSES] = [Sample(COUNTING_US + 100.0, COUNTING_US)]
     host = fit_host_costs(samples, "fused", source="by hand")
-    (curve,) = fit_curves(points, samples, "fused", host)
+    (curve,) = fit_curves(medians_of(points, samples, "fused", host))
     first_us, _, last_us = map(planted_us, points)
     assert curve.times_us == (round(first_us, 1), round(last_us, 1), round(last_us, 1))
     assert (host.stage_us, host.pass_us) == (0, 242)

@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 
 from monta_megatron.calibration import tasks
-from monta_megatron.calibration.fit import fit_contention, fit_curves, fit_host_costs
+from monta_megatron.calibration.fit import (
+    fit_contention,
+    fit_curves,
+    fit_host_costs,
+    medians_of,
+)
+from monta_megatron.calibration.judge import marks, refusals
 from monta_megatron.calibration.timer import Timer, starter_of
 from monta_megatron.chains.program import Policy, Resource
 from monta_megatron.common import strict_yaml
@@ -23,9 +29,10 @@ from monta_megatron.exchange.kernels import agreed_kernels
 from monta_megatron.exchange.launch_order import communicators_overlap
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.curves import RESOURCE_NAMES, Curve
+from monta_megatron.planner.curves import RESOURCE_NAMES, Curve, Rate
 
 COLUMNS = "operation", "link", ">ranks", ">size (B)", ">time (us)", ">algbw (GB/s)", ">busbw (GB/s)"
+REMEDY = "calibrate where nothing else runs, or with more --budget-seconds; nothing was written"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +43,20 @@ class Calibration:
         cluster: the measured cluster.
         runs: the fewest runs of any operation.
         ctas: by name, the CTAs of each communicator; empty without NCCL.
+        notes: machines that were busy before, and sizes that are to be doubted.
     """
 
     cluster: Cluster
     runs: int
     ctas: dict[str, str]
+    notes: tuple[str, ...] = ()
 
     def document(self) -> object:
         """The JSON document."""
         return strict_yaml.plain(self)
 
     def text(self) -> str:
-        """Every size by the columns of nccl-tests, CTAs and contention."""
+        """Every size by the columns of nccl-tests, CTAs, contention and notes."""
         cluster = self.cluster
         rows = [row for curve in cluster.curves for row in nccl_rows(curve, cluster.num_nodes)]
         return "\n".join(
@@ -59,6 +68,7 @@ class Calibration:
                     for first, second, factor in cluster.contention
                 ),
                 f"fitted to medians of {counted(self.runs, 'run')} or more",
+                *self.notes,
             ]
         )
 
@@ -87,6 +97,7 @@ def calibrate(
     ranks_per_node: int | None,
     nics_per_node: int | None,
     hardware: str | None,
+    nic_rate: Rate | None,
     progress: Progress,
     begin_s: float,
 ) -> Calibration:
@@ -98,21 +109,24 @@ def calibrate(
         ranks_per_node: ranks joined by the node link; None where the launcher knows.
         nics_per_node: network interfaces of a node; needed where there are several nodes.
         hardware: what the ranks run on; None for the name of the GPU.
+        nic_rate: rate of a network interface, where an emulator sets it.
         progress: of the measurement.
         begin_s: when the calibration began, by `time.perf_counter`.
 
     Raises:
-        UserError: the cluster cannot be calibrated.
+        UserError: the cluster cannot be calibrated, or curves are refused.
     """
     world, on_cpu = dist.group.WORLD, device.type == "cpu"
     assert world is not None, "the launch has been joined"
-    # Step 1: nodes and groups.
+    # Step 1: nodes and groups, and others on the machines.
     nodes = collectives.find_nodes(world, ranks_per_node)
     layout = Layout(ep=len(nodes), etp=1, num_local_experts=1, rank=dist.get_rank(), nodes=nodes)
     if len(nodes) == 1 or layout.uneven_nodes() is not None:
         raise UserError(f"ranks: got nodes {list(nodes)}, must be several, evenly in order")
     if nics_per_node is None and layout.num_nodes > 1:
         raise UserError("--nics-per-node: not given, must be the network interfaces of a node")
+    busy = collectives.find_busy_machines()
+    progress.note(busy)
     groups = make_groups(layout)
     fused = agreed_kernels("auto", device.type, world)[0] == "fused"
 
@@ -136,29 +150,39 @@ def calibrate(
     progress.phase("more runs, by seconds", round(budget_s))
     runs = timer.run_rounds([tasks.PASSES, tasks.CHUNKED_PASSES, *pairs, *points], progress)
 
-    # Step 4: the cluster.
+    # Step 4: the curves, judged by their medians.
     hardware = hardware or gpu_name() or "CPU ranks"
     day = datetime.now(timezone.utc).date().isoformat()
     source = f"monta calibrate, {hardware}, torch {torch.__version__}, {day}"
     policy: Policy = "host" if on_cpu else "fused" if fused else "streams"
     host = fit_host_costs(timer.samples, policy, source)
+    medians = medians_of(points, timer.samples, policy, host)
+    num_nics = nics_per_node or layout.ranks_per_node
+    nic_share = None if nic_rate is None else nic_rate.times(num_nics / layout.ranks_per_node)
+    if refused := refusals(medians, nic_share, layout.ranks_per_node):
+        raise UserError(
+            "; ".join([f"{counted(len(refused), 'curve')} refused", *refused, *busy, REMEDY])
+        )
+
+    # Step 5: the cluster.
     memory = None if on_cpu else torch.cuda.get_device_properties(device).total_memory / 1e9
     cluster = Cluster(
         name=f"{hardware}, {layout.num_nodes} x {layout.ranks_per_node}",
         num_nodes=layout.num_nodes,
         ranks_per_node=layout.ranks_per_node,
-        nics_per_node=nics_per_node or layout.ranks_per_node,
+        nics_per_node=num_nics,
         source=source,
         memory_gb_per_rank=memory,
         policy=policy,
         host=host,
-        curves=fit_curves(points, timer.samples, policy, host),
+        curves=fit_curves(medians),
         contention=fit_contention(timer.excesses),
     )
     if not communicators_overlap():
         cluster = cluster.with_links_in_turn()
     ctas = {group.name: text for group in groups.values() if (text := ctas_of(group))}
-    return Calibration(cluster=cluster, runs=runs, ctas=ctas)
+    notes = (*busy, *marks(medians))
+    return Calibration(cluster=cluster, runs=runs, ctas=ctas, notes=notes)
 
 
 def make_groups(layout: Layout) -> dict[tuple[Resource, int], PeerGroup]:

@@ -1,6 +1,7 @@
 """From samples to the costs of a cluster: curves, host costs, contention. No torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from statistics import median
 from typing import TypeAlias
@@ -13,14 +14,46 @@ from monta_megatron.planner.curves import NAMES, Curve
 from monta_megatron.planner.traffic import num_host_operations
 
 Samples: TypeAlias = Mapping[Task, Sequence[Sample]]
+# No time of a curve may be 0.
+MIN_US = 0.1
 
 
-def fit_curves(
+@dataclass(frozen=True, kw_only=True)
+class Medians:
+    """The points of a curve as they were measured.
+
+    Attributes:
+        points: one operation in ascending sizes.
+        times_us: median time of each, which noise may make fall.
+        start_us: host time to start the operation, where it is part of these times.
+        num_runs: runs of each point.
+    """
+
+    points: tuple[Point, ...]
+    times_us: tuple[float, ...]
+    start_us: float
+    num_runs: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the curve, as a cluster file writes it."""
+        first = self.points[0]
+        return f"{first.operation} {NAMES[first.resource]} {first.group_size}"
+
+    @property
+    def curve_us(self) -> tuple[float, ...]:
+        """Times without the start, of which none falls and none is below `MIN_US`."""
+        # Others on a machine only make runs longer: a size takes no longer than a larger one.
+        rising_us = list(accumulate(reversed(self.times_us), min))[::-1]
+        return tuple(max(round(us - self.start_us, 1), MIN_US) for us in rising_us)
+
+
+def medians_of(
     points: Sequence[Point], samples: Samples, policy: Policy, host: HostCosts
-) -> tuple[Curve, ...]:
-    """The median time of every point, as curves that do not fall.
+) -> list[Medians]:
+    """The median time of every point, curve by curve.
 
-    On CPU ranks without the host time to start a collective, which is part of its time there.
+    On CPU ranks a collective's time contains the host time to start it, which a plan adds itself.
 
     Args:
         points: that were timed, curve by curve in ascending sizes.
@@ -29,24 +62,33 @@ def fit_curves(
         host: the host costs that were fitted to the same samples.
     """
     curves = []
-    for (resource, operation, group_size), of_curve in groupby(points, lambda point: point.curve):
-        sizes = list(of_curve)
-        times_us = [median(sample.us for sample in samples[point]) for point in sizes]
-        # Others on a machine only make runs longer: a size takes no longer than a larger one.
-        times_us = list(accumulate(reversed(times_us), min))[::-1]
+    for (_, operation, group_size), of_curve in groupby(points, lambda point: point.curve):
+        sizes = tuple(of_curve)
+        is_started = policy == "host" and operation in COLLECTIVES
         start_us = host.collective_us + host.collective_peer_us * (group_size - 1)
-        less_us = start_us if policy == "host" and operation in COLLECTIVES else 0.0
         curves.append(
-            Curve(
-                operation=operation,
-                resource=resource,
-                group_size=group_size,
-                sizes_bytes=tuple(point.num_bytes for point in sizes),
-                # None may be 0.
-                times_us=tuple(max(round(us - less_us, 1), 0.1) for us in times_us),
+            Medians(
+                points=sizes,
+                times_us=tuple(median(run.us for run in samples[point]) for point in sizes),
+                start_us=start_us if is_started else 0.0,
+                num_runs=tuple(len(samples[point]) for point in sizes),
             )
         )
-    return tuple(curves)
+    return curves
+
+
+def fit_curves(curves: Sequence[Medians]) -> tuple[Curve, ...]:
+    """The curves of a cluster file."""
+    return tuple(
+        Curve(
+            operation=curve.points[0].operation,
+            resource=curve.points[0].resource,
+            group_size=curve.points[0].group_size,
+            sizes_bytes=tuple(point.num_bytes for point in curve.points),
+            times_us=curve.curve_us,
+        )
+        for curve in curves
+    )
 
 
 def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:

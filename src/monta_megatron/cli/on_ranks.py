@@ -99,6 +99,7 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
     from monta_megatron.common.files import check_can_be_written, write_whole
     from monta_megatron.emulation.cluster import EmulatedCluster
     from monta_megatron.planner.cluster_file import dump_cluster
+    from monta_megatron.planner.curves import Rate
 
     # Step 1: the flags.
     world_size_of_launch("calibrate --out FILE")
@@ -106,10 +107,11 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
     if is_first_rank():
         check_can_be_written(parsed.out, "--out")
     emulated = EmulatedCluster.from_environment()
-    nics_per_node, hardware = parsed.nics_per_node, None
+    nics_per_node, hardware, nic_rate = parsed.nics_per_node, None, None
     if emulated is not None:
         nics_per_node = nics_per_node or 1
         hardware = f"emulated at {emulated.inter_mbit:g} Mbit/s"
+        nic_rate = Rate(emulated.inter_mbit / 8e3 / nics_per_node)
 
     # Step 2: measure.
     with joined_launch("calibrate") as (device, progress):
@@ -121,6 +123,7 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
             ranks_per_node=parsed.ranks_per_node,
             nics_per_node=nics_per_node,
             hardware=hardware,
+            nic_rate=nic_rate,
             progress=progress,
             begin_s=begin_s,
         )

@@ -125,6 +125,11 @@ class Progress:
         if time.monotonic() - self._told_s > SECONDS_BETWEEN_LINES:
             self._tell(f"{self._text}: {self._done} of {self._total}")
 
+    def note(self, lines: Iterable[str]) -> None:
+        """Lines that belong to no phase."""
+        for line in lines:
+            self._tell(line)
+
     def _tell(self, line: str) -> None:
         self._told_s = time.monotonic()
         if self._command is not None:

@@ -11,6 +11,8 @@ orders, each with the one first that on the other rank lacks SMs. NCCL_LAUNCH_OR
 (`exchange.launch_order`); without it they do not overlap (`exchange.streams`).
 """
 
+import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +24,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
+from monta_megatron.common.busy import busy_text, cores_in_use
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.nodes import consecutive_nodes, node_here, number_nodes
+from monta_megatron.common.nodes import BOOT_ID, consecutive_nodes, node_here, number_nodes
 from monta_megatron.common.torch_private import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -236,6 +239,28 @@ def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> t
     if ranks_per_node is not None:
         return consecutive_nodes(dist.get_process_group_ranks(group), ranks_per_node)
     return number_nodes(gather_objects(node_here(), group))
+
+
+def find_busy_machines() -> tuple[str, ...]:
+    """For tools: a text for each machine on which others are busy; all ranks of a launch call this.
+
+    They wait while it measures, so what runs is not theirs.
+    """
+    wait_for_all()
+    ranks = gather_objects((socket.gethostname(), BOOT_ID.read_text(), cores_in_use()))
+    hosts: dict[str, str] = {}
+    in_use: dict[str, dict[int, float]] = {}
+    num_ranks: Counter[str] = Counter()
+    for host, machine, cores in ranks:
+        hosts.setdefault(machine, host)
+        in_use.setdefault(machine, {}).update(cores)
+        num_ranks[machine] += 1
+    found = []
+    for machine, cores in in_use.items():
+        text = busy_text(cores, num_ranks[machine])
+        if text is not None:
+            found.append(text if len(in_use) == 1 else f"{hosts[machine]}: {text}")
+    return tuple(found)
 
 
 def peer_groups(

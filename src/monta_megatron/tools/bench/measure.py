@@ -29,6 +29,7 @@ from monta_megatron.core import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster
 from monta_megatron.exchange.collectives import (
     device_of_ranks,
+    find_busy_machines,
     find_nodes,
     gather_objects,
     wait_for_all,
@@ -84,6 +85,8 @@ def measure_point(
     """
     # Step 1: build, and tune.
     bench = build(prepare(settings, cluster))
+    busy = find_busy_machines()
+    progress.note(busy)
     if settings.tune_steps:
         _tune(bench, progress)
     # Step 2: check.
@@ -101,7 +104,7 @@ def measure_point(
         for row in _time(bench, scope, experts, phase, progress)
     ]
     # Needed on the first rank alone, which asks git.
-    meta = provenance(bench) if dist.get_rank() == 0 else {}
+    meta = {**provenance(bench), "busy": list(busy)} if dist.get_rank() == 0 else {}
     if settings.trace is not None:
         record(bench, meta, Path(settings.trace))
     return Report(meta=meta, rows=rows)

@@ -92,7 +92,8 @@ class Report:
             )
             for (scope, phase), rows in cells.items()
         ]
-        notes = [f"left out: {name}: {why}" for name, why in self.meta["skipped"].items()]
+        notes = list(self.meta["busy"])
+        notes += [f"left out: {name}: {why}" for name, why in self.meta["skipped"].items()]
         if any(row.routing != "uniform" and row.predicted_ms is not None for row in self.rows):
             notes.append("predicted: for uniform routing, which this is not")
         return "\n\n".join([*tables, *notes])
