@@ -7,7 +7,9 @@ current when it was issued. The rules are CUDA's and NCCL's:
     stream       its operations run in the order of issue; streams know nothing of each other
     event        holds what its stream had issued; a wait orders the waiting stream behind that
     collective   its group's own stream waits for the current one, then runs; `wait()` makes the
-                 current stream wait for it, and nothing but the executor holds its tensors
+                 current stream wait for it, and nothing but the executor holds its tensors. With
+                 NCCL's launch order it starts only when the one that the host issued before it, of
+                 any group, has started (`times_in_one_queue`)
     memory       belongs to the stream that was current at its allocation. Once freed it may be
                  reused as soon as that stream, and every stream named to `record_stream`, has done
                  what it was issued before the free. So what is allocated may be in use until its
@@ -17,7 +19,7 @@ Order is kept as vector clocks: stream -> how many of its operations have surely
 are ordered if the later one's clock holds the earlier one.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -421,22 +423,34 @@ def _written_and_read(
 
 
 def times_in_one_queue(
-    queue: list[Entry], of_stream: bool = False
+    queue: list[Entry],
+    of_stream: bool = False,
+    in_launch_order: bool = False,
+    durations: Mapping[str, float] = DURATIONS,
 ) -> dict[Entry, tuple[float, float]]:
     """When each entry starts and ends if all streams, or each, share one launch queue, in order.
 
     That is CUDA_DEVICE_MAX_CONNECTIONS=1: an entry that has to wait, for its stream or as a wait,
     blocks everything behind it. What has started runs on beside the others; recording an event
     takes no place in the queue.
+
+    Args:
+        queue: see `Recorder`.
+        of_stream: whether each stream has a queue of its own.
+        in_launch_order: whether a collective starts only when the one that the host issued before
+            it, of any group, has started: NCCL_LAUNCH_ORDER_IMPLICIT=1.
+        durations: by group of a collective, or by kind of an entry.
     """
     times: dict[Entry, tuple[float, float]] = {}
     last_on: dict[str, Entry] = {}
-    head = 0.0
+    head = last_started = 0.0
     for entry in queue:
         before = (last_on.get(entry.stream), entry.target)
         head = max(
             [0.0 if of_stream else head, *(times[one][1] for one in before if one is not None)]
         )
-        times[entry] = (head, head + DURATIONS[entry.kind])
+        if entry.kind == "collective" and in_launch_order:
+            head = last_started = max(head, last_started)
+        times[entry] = (head, head + durations.get(entry.group, durations[entry.kind]))
         last_on[entry.stream] = entry
     return times

@@ -9,10 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from run_python import run_python
+from stream_recorder import DURATIONS, RecordedStream, Recorder, times_in_one_queue
+from test_stream_safety import Layer
 from torch.distributed import distributed_c10d
 
 from monta_megatron.common import ranks
 from monta_megatron.exchange import launch_order
+from monta_megatron.exchange.collectives import PeerGroup
+from monta_megatron.exchange.executor import dispatch
 from monta_megatron.integration import arguments
 
 pytestmark = [pytest.mark.old_end, pytest.mark.timeout(60)]
@@ -135,6 +139,37 @@ def test_a_line_is_printed_once(capsys: Any) -> None:
     make_groups()
     configure()
     assert capsys.readouterr().out.count("monta: collectives of different groups") == 1
+
+
+# By hand: in four chunks the collectives of the rail run from 0 to 4, and that of the node of the
+# last chunk from 4 to 4.3, if a chunk takes 0.3 times as long over the node link as over the
+# network. In launch order a collective that is issued behind them starts at 4 of 4.3.
+@pytest.mark.parametrize(
+    ("event", "least", "most"), [("model", 0.92, 0.94), ("model with 1F1B, TP", 0.0, 0.1)]
+)
+def test_where_a_collective_behind_a_dispatch_starts(event: str, least: float, most: float) -> None:
+    """A collective of tensor parallelism, of the other micro-batch and so of another stream."""
+    EVENTS[event]()
+    make_groups()
+    is_order_kept = launch_order.communicators_overlap()
+    recorder = Recorder(is_order_kept=is_order_kept)
+    layer = Layer("hierarchical_alltoall", "ep4", 4, recorder)
+    tp = PeerGroup(name="tp", process_group=dist.group.WORLD, size=2, rank=0, nodes=(0, 0))
+    with recorder, torch.no_grad():
+        other = RecordedStream(recorder, "other micro-batch")
+        dispatch(layer.exchange, *layer.inputs())
+        with torch.cuda.stream(other):
+            recorder.collective(torch.empty(2), torch.ones(1), torch.ones(1), tp)
+    times = times_in_one_queue(
+        recorder.queue,
+        of_stream=True,
+        in_launch_order=is_order_kept,
+        durations=DURATIONS | {"node": 0.3},
+    )
+    starts = {entry.group: times[entry][0] for entry in recorder.collectives()}
+    end = max(times[entry][1] for entry in recorder.collectives() if entry.group != "tp")
+    assert set(starts) == {"rail", "node", "tp"}
+    assert least <= starts["tp"] / end <= most
 
 
 def test_cpu_ranks_set_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

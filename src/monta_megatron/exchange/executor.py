@@ -5,7 +5,8 @@ schedule may free them once the pass returns. See `chains.lower`.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ class Execution:
         self.works: dict[int, list[torch.distributed.Work]] = {}
         self._monitor = exchange.monitor
         self._ready: dict[int, Ready] = {}
+        # Messages of a collective of which not all were started yet.
+        self._unstarted: Iterator[torch.distributed.Work] | None = None
         self._is_host = policy == "host"
         self._run = operations.OPERATIONS
         if policy == "fused":
@@ -100,9 +103,21 @@ class Execution:
         """
         self.fork()
         self._issue_all(self.bound.program.operations[: self.bound.program.num_at_start])
-        # Runs if the caller fails before `finish`.
-        self._abandoned = weakref.finalize(self, self._streams.abandon, self.works)
-        self._abandoned.atexit = False
+        self._abandon_unless_finished()
+
+    def start_first_message(self) -> Columns:
+        """Fork, and issue the operations up to the first message; returns the output, to be filled.
+
+        What the caller launches then is ahead of all other messages, in a launch queue too.
+        """
+        self.fork()
+        program = self.bound.program
+        first = next((one.number for one in program.operations if one.is_collective), None)
+        self._issue_all(program.operations[:first])
+        if first is not None:
+            self._issue_all(program.operations[first : first + 1], self._start_first_message_of)
+        self._abandon_unless_finished()
+        return self.buffers.columns(program.output)
 
     def go_on(self) -> None:
         """Issue the remaining operations; the caller's stream is current before and after."""
@@ -123,7 +138,15 @@ class Execution:
             self._abandoned.detach()
         return self.buffers.columns(program.output)
 
-    def _issue_all(self, issued: Sequence[Operation]) -> None:
+    def _abandon_unless_finished(self) -> None:
+        """Abandon the pass if the caller fails before `finish`."""
+        self._abandoned = weakref.finalize(self, self._streams.abandon, self.works)
+        self._abandoned.atexit = False
+
+    def _issue_all(
+        self, issued: Sequence[Operation], issue: Callable[[Operation], None] | None = None
+    ) -> None:
+        issue = issue or self._issue
         monitor, enter = self._monitor, self._streams.enter
         is_named = monitor.names_operations()
         pass_name, chain = self.buffers.pass_name, self.bound.bound.chain.name
@@ -132,9 +155,9 @@ class Execution:
                 enter(operation.stream)
                 if is_named:
                     with monitor.range(pass_name, chain, operation):
-                        self._issue(operation)
+                        issue(operation)
                 else:
-                    self._issue(operation)
+                    issue(operation)
         except BaseException:
             self._streams.abandon(self.works)
             raise
@@ -142,27 +165,55 @@ class Execution:
             self._streams.leave()
 
     def _issue(self, operation: Operation) -> None:
-        for awaited in operation.waits:
-            self._wait(awaited)
-        number, is_collective = operation.number, operation.is_collective
-        if is_collective:
-            # Allocated first: running out of memory is no failure of the exchange.
-            self.buffers.messages(operation.writes[0])
-            self._streams.before_collective()
-        try:
-            works = self._run[operation.kind](self.buffers, operation)
-            if works:
-                self.works[number] = works
-                self._streams.after_collective(self, operation, works)
-        except RuntimeError as error:
-            if not is_collective:
-                raise
-            raise errors.failure(self, operation, error) from error
+        number, works = operation.number, list[torch.distributed.Work]()
+        if operation.is_collective:
+            works = self._start_messages(operation)
+        else:
+            self._wait_before(operation)
+            self._run[operation.kind](self.buffers, operation)
         self.num_issued = number + 1
         if number in self.bound.program.awaited:
-            self._ready[number] = self._streams.ready(works or [])
+            self._ready[number] = self._streams.ready(works)
         if not works and self._is_host:
             self.buffers.memory.release(operation)
+
+    def _start_first_message_of(self, collective: Operation) -> None:
+        self._start_messages(collective, num_messages=1)
+
+    def _start_messages(
+        self, collective: Operation, num_messages: int | None = None
+    ) -> list[torch.distributed.Work]:
+        """Start the messages of a collective that were not started yet, or `num_messages` of them.
+
+        Returns:
+            The works of all its messages that were started.
+        """
+        number, recorder = collective.number, self._monitor.recorder
+        if self._unstarted is None:
+            self._wait_before(collective)
+            # Allocated first: running out of memory is no failure of the exchange.
+            self.buffers.messages(collective.writes[0])
+            self._streams.before_collective()
+        try:
+            if self._unstarted is None:
+                self._unstarted = iter(self._run[collective.kind](self.buffers, collective) or ())
+            works = self.works.setdefault(number, [])
+            works += islice(self._unstarted, num_messages)
+            if num_messages is not None:
+                return works
+            self._unstarted = None
+            if recorder is not None:
+                works[:] = recorder.watch(works, self.buffers.pass_name, number)
+            if works:
+                self._streams.after_collective(self, collective, works)
+        except RuntimeError as error:
+            raise errors.failure(self, collective, error) from error
+        return works
+
+    def _wait_before(self, operation: Operation) -> None:
+        """Wait for all operations that this one needs."""
+        for awaited in operation.waits:
+            self._wait(awaited)
 
     def _wait(self, number: int) -> None:
         """Make the current stream, or the host, wait for an operation."""
@@ -187,18 +238,24 @@ class _Dispatch(torch.autograd.Function):
         rows_NH: torch.Tensor,
         probs: torch.Tensor,
         ids: torch.Tensor | None,
+        started: list[Execution] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ctx.exchange = exchange
-        columns = run(exchange, DISPATCH, contiguous(rows_NH, probs, ids))
+        given = contiguous(rows_NH, probs, ids)
+        if started is None:
+            columns = run(exchange, DISPATCH, given)
+        else:
+            started.append(Execution(exchange, DISPATCH, given))
+            columns = started[0].start_first_message()
         return columns.rows, columns.probs
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, gradient_MH: torch.Tensor, gradient_M: torch.Tensor
-    ) -> tuple[None, torch.Tensor, torch.Tensor | None, None]:
+    ) -> tuple[None, torch.Tensor, torch.Tensor | None, None, None]:
         columns = run(ctx.exchange, DISPATCH_BACKWARD, contiguous(gradient_MH, gradient_M))
-        return None, columns.rows, columns.probs, None
+        return None, columns.rows, columns.probs, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -214,7 +271,11 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(
-    exchange: Exchange, rows_NH: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor | None = None
+    exchange: Exchange,
+    rows_NH: torch.Tensor,
+    probs: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    launch_beside: Callable[[torch.Tensor], object] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Send rows and probabilities to their experts; differentiable.
 
@@ -223,11 +284,21 @@ def dispatch(
         rows_NH: permuted tokens, in expert order, or tokens.
         probs: [N] for permuted tokens, [N, W] for tokens.
         ids: [N, W] experts of each token, ascending; None for permuted tokens.
+        launch_beside: launches work that overlaps with the pass; called behind the first message,
+            with the rows that the pass will fill, whose place in the autograd graph is theirs.
 
     Returns:
         Rows [M, H] and probabilities [M], in expert order.
     """
-    return _Dispatch.apply(exchange, rows_NH, probs, ids)
+    if launch_beside is None:
+        return _Dispatch.apply(exchange, rows_NH, probs, ids, None)
+    started = list[Execution]()
+    rows_MH, probs_M = _Dispatch.apply(exchange, rows_NH, probs, ids, started)
+    launch_beside(rows_MH)
+    # The pass fills what autograd knows already.
+    with torch.no_grad():
+        started[0].finish()
+    return rows_MH, probs_M
 
 
 def combine(exchange: Exchange, rows_MH: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Operations of the executor as PyTorch operations on any device.
 
-Each reads and writes the buffers named by the program. Collectives return their torch works without
-waiting.
+Each reads and writes the buffers named by the program. A collective starts its messages one by one,
+as its iterator is advanced, and waits for none of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from monta_megatron.exchange.rows import (
     sum_rows,
 )
 
-Works = list[dist.Work]
+Works = Iterator[dist.Work]
 
 
 def pack(buffers: Buffers, operation: Operation) -> None:
@@ -160,11 +160,7 @@ def _start(buffers: Buffers, operation: Operation, start: Callable[..., dist.Wor
     recorder = monitor.recorder
     if recorder is not None:
         recorder.note(Step("start", buffers.pass_name, operation))
-    works = []
     row_bytes = buffers.formats[operation.reads[0]].row_bytes
     for output, message, num_bytes in zip(outputs, messages, row_bytes, strict=True):
-        works.append(start(output, message, receive, send, group))
+        yield start(output, message, receive, send, group)
         monitor.sent(operation.stage, group, send, num_bytes)
-    if recorder is not None:
-        return recorder.watch(works, buffers.pass_name, operation.number)
-    return works

@@ -241,13 +241,14 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         rows_NH, probs, ids_TW = self._columns(
             batch, permutated_local_input_tokens, permuted_probs, lists
         )
-        if self.computes:
-            self.micro_batch = replace(batch, ids_TW=ids_TW)
-        else:
-            rows_NH, probs = dispatch(batch.exchanges[0], rows_NH, probs, ids_TW)
+        shared_fc1 = None
         if self.shared_experts is not None:
-            overlapped = () if self.computes else (rows_NH,)
-            self.shared_experts.linear_fc1_forward_and_act(*overlapped)
+            shared_fc1 = self.shared_experts.linear_fc1_forward_and_act
+        if not self.computes:
+            return dispatch(batch.exchanges[0], rows_NH, probs, ids_TW, shared_fc1)
+        self.micro_batch = replace(batch, ids_TW=ids_TW)
+        if shared_fc1 is not None:
+            shared_fc1()
         return rows_NH, probs
 
     def compute(
