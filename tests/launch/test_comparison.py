@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tuning_results import ALLGATHER, logged_result
 
 from monta_megatron.common.errors import UserError
+from monta_megatron.core import Choice
+from monta_megatron.integration.auto import result_line
+from monta_megatron.planner.tuning import TuningWindow, Workload
 from monta_megatron.tools import compare as comparison
 from monta_megatron.tools.compare import ComparisonReport, compare, megatron_words, speedup
 from monta_megatron.tools.launch.run_config import from_words
@@ -33,7 +35,16 @@ def test_a_log_is_read_by_iteration() -> None:
     log = parse_log("Traceback\n")
     assert (log.times_ms, log.losses) == ({}, {})
     assert (log.peak_memory_bytes, log.chain) == (None, None)
-    assert parse_log(logged_result([0, 1], 0, ALLGATHER)).chain == "allgather in 1 chunk"
+
+
+def test_the_winner_of_a_window_is_the_chain() -> None:
+    alltoall, winner = (Choice(chain=name, num_chunks=1) for name in ("alltoall", "allgather"))
+    window = TuningWindow(candidates={alltoall: 300.0, winner: 200.0}, first=0, num_steps=6)
+    for step in range(window.end):
+        window.add_trial(step, Workload(num_exchanges=2, tokens=64))
+        window.add_time(step, 9_000 if window.candidate_of(step) == winner else 10_000)
+    line = result_line([0, 1], window.result, busiest=1.25)
+    assert parse_log(f"monta: {line}").chain == "allgather in 1 chunk"
 
 
 def log_of(times_ms: list[float], losses: list[float]) -> TrainingLog:
