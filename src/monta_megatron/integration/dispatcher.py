@@ -155,7 +155,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         self._num_received = 0
         # Stock's constructor sets some of them to None.
         for name in UNSET:
-            vars(self).pop(name, None)
+            self.__dict__.pop(name, None)
         # CUDA graphs read every attribute in cudagraph_attrs.
         self.reversed_local_input_permutation_mapping = None
         self.cudagraph_attrs[:] = [name for name in self.cudagraph_attrs if name not in UNSET]
