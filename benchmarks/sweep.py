@@ -138,7 +138,7 @@ def _measure(parsed: argparse.Namespace, study: Study) -> int:
     if parsed.cluster is not None:
         cluster = load_cluster(parsed.cluster).at_rate("inter", ratio)
     with joined_launch("bench") as (_, progress):
-        from monta_megatron.exchange.collectives import gather_objects
+        from monta_megatron.exchange.agreement import gather_objects
         from monta_megatron.tools.bench.candidates import with_candidates
         from monta_megatron.tools.bench.measure import measure_point
 

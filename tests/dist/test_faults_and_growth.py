@@ -90,6 +90,8 @@ def test_a_lost_rank_is_reported_by_stage_chunk_and_group(
         assert f"chain {chain}, stage " in message
         assert "chunk " in message and " of 4" in message
         assert any(f"group {name}" in message for name in groups)
+        # Who is lost, directly or by the rank that waited for it.
+        assert f"rank {LOST} left or did not come: ended, stuck elsewhere" in message
         assert f"; monta-megatron {monta_megatron.__version__}, megatron-core " in message
         if stops:
             # Of pack, alltoall, pack, alltoall, put, pack, alltoall, put, ...: the eighth waits for
@@ -113,7 +115,10 @@ def test_a_rank_that_ends_or_stops_in_the_exchange_of_counts(chain: str, stops: 
             f"exchange of counts: chain {chain}, group tp_ep (rank {rank} of 4: "
             "ranks 0, 1, 2, 3) failed: "
         )
-        assert "\nno pass is under way; monta-megatron " in message
+        assert (
+            f"\nrank {LOST} left or did not come: ended, stuck elsewhere, or with fewer "
+            "micro-batches than the others\nno pass is under way; monta-megatron "
+        ) in message
 
 
 @on_ranks(4, limit_s=240.0)

@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.training import get_args
 
 from monta_megatron.core import Choice
-from monta_megatron.exchange.collectives import gather_objects
+from monta_megatron.exchange.agreement import gather_objects
 from monta_megatron.integration import dispatcher
 from monta_megatron.integration.auto import AutoChooser
 from monta_megatron.planner.tuning import ROUNDS, TIME_LAG

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from monta_megatron import register
 from monta_megatron.chains.program import COMBINE_BACKWARD, DISPATCH_BACKWARD
-from monta_megatron.exchange import collectives
+from monta_megatron.exchange import agreement
 from monta_megatron.exchange.buffers import Columns
 from monta_megatron.exchange.executor import run
 from monta_megatron.integration import layer_setup
@@ -203,7 +203,7 @@ def make_dispatcher(
     first, number = layout.first_expert, layout.num_local_experts
     with (
         mock.patch.object(
-            collectives, "gather_objects", lambda value, group: [value] * group.size()
+            agreement, "gather_objects", lambda value, group, *_: [value] * group.size()
         ),
         # As on GPUs.
         mock.patch.object(

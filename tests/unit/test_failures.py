@@ -10,7 +10,7 @@ import torch.distributed as dist
 from stream_recorder import Recorder
 from test_stream_safety import Layer
 
-from monta_megatron.exchange import operations
+from monta_megatron.exchange import errors, operations
 from monta_megatron.exchange.errors import ExchangeError, versions
 from monta_megatron.exchange.executor import dispatch
 from monta_megatron.exchange.streams import CudaStreams, Ready
@@ -28,6 +28,10 @@ def test_a_collective_that_does_not_start_is_named() -> None:
     with (
         mock.patch.object(operations, "start_all_to_all", side_effect=works),
         mock.patch.object(operations, "start_all_gather"),
+        mock.patch.object(dist, "get_process_group_ranks", lambda group: [4, 5]),
+        mock.patch.object(
+            errors, "call_roll", lambda place, ranks, *_: f"roll call of {len(ranks)}"
+        ),
         pytest.raises(ExchangeError) as error,
     ):
         dispatch(layer.exchange, *layer.inputs())

@@ -18,7 +18,7 @@ from stream_recorder import RecordedWork
 from test_cuda_branch import ROW_INDICES, make_exchange, source_lanes
 
 from monta_megatron.chains.program import DISPATCH
-from monta_megatron.exchange import errors
+from monta_megatron.exchange import errors, roll_call
 from monta_megatron.exchange.errors import UNDER_WAY, TimeLimit, versions
 from monta_megatron.exchange.executor import run
 
@@ -36,12 +36,14 @@ class Nccl:
         has_ended: whether each has, in the order of issue.
         works: the handles that something holds.
         clock: by which they and the limit are timed.
+        written: places that the other ranks could read, in order.
     """
 
     def __init__(self) -> None:
         self.time_limit, self.clock = TimeLimit(), mock.Mock()
         self.clock.monotonic.return_value = 0.0
         self.has_ended: list[bool] = []
+        self.written: list[str] = []
         self.works: weakref.WeakSet[RecordedWork] = weakref.WeakSet()
 
     def result(self, work: RecordedWork) -> Any:
@@ -71,6 +73,10 @@ def nccl() -> Iterator[Nccl]:
         mock.patch.object(errors, "time", made.clock),
         mock.patch.object(errors, "is_nccl", lambda group: True),
         mock.patch.object(errors, "Thread"),
+        mock.patch.object(roll_call, "write", made.written.append),
+        mock.patch.object(
+            errors, "call_roll", lambda place, ranks, *_: f"roll call of {len(ranks)}"
+        ),
     ):
         yield made
 
@@ -113,11 +119,15 @@ def test_nothing_is_said_or_held_of_passes_that_end(nccl: Nccl) -> None:
 
 def test_what_the_host_waits_for_is_said(nccl: Nccl) -> None:
     assert dist.group.WORLD is not None
-    with errors.naming_failure("exchange of counts: chain alltoall", dist.group.WORLD):
+    what = "exchange of counts: chain alltoall"
+    with errors.naming_failure(what, dist.group.WORLD, errors.FEWER_MICRO_BATCHES):
         # Somebody looks before the first pass.
         assert errors.Thread.call_count == 1
         said = [f"{share}: {nccl.time_limit.late(share * LIMIT_S)}\n" for share in (0, 0.91)]
+        # Once, while it waits; nothing before half of the limit.
+        assert len(nccl.written) == 1 and nccl.written[0].startswith(what)
     said.append(f"afterwards: {nccl.time_limit.late(LIMIT_S)}\n")
+    assert nccl.written[1:] == [""]
     check("host_waits.txt", "".join(said))
 
 

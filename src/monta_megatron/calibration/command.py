@@ -23,7 +23,7 @@ from monta_megatron.common.errors import UserError
 from monta_megatron.common.nodes import BOOT_ID
 from monta_megatron.common.text import Progress, counted, table
 from monta_megatron.core import GroupName, Layout
-from monta_megatron.exchange import collectives
+from monta_megatron.exchange import agreement, collectives
 from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.kernels import agreed_kernels
 from monta_megatron.exchange.launch_order import communicators_overlap
@@ -119,13 +119,13 @@ def calibrate(
     world, on_cpu = dist.group.WORLD, device.type == "cpu"
     assert world is not None, "the launch has been joined"
     # Step 1: nodes and groups, and others on the machines.
-    nodes = collectives.find_nodes(world, ranks_per_node)
+    nodes = agreement.find_nodes(world, ranks_per_node)
     layout = Layout(ep=len(nodes), etp=1, num_local_experts=1, rank=dist.get_rank(), nodes=nodes)
     if len(nodes) == 1 or layout.uneven_nodes() is not None:
         raise UserError(f"ranks: got nodes {list(nodes)}, must be several, evenly in order")
     if nics_per_node is None and layout.num_nodes > 1:
         raise UserError("--nics-per-node: not given, must be the network interfaces of a node")
-    busy = collectives.find_busy_machines()
+    busy = agreement.find_busy_machines()
     progress.note(busy)
     groups = make_groups(layout)
     fused = agreed_kernels("auto", device.type, world)[0] == "fused"
@@ -215,7 +215,7 @@ def ctas_of(group: PeerGroup) -> str | None:
 def find_ranks_per_core(world: dist.ProcessGroup) -> float:
     """CPU ranks per core that they may use, over all emulated nodes of a machine."""
     by_machine: dict[str, list[set[int]]] = {}
-    for name, cores in collectives.gather_objects(
+    for name, cores in agreement.gather_objects(
         (BOOT_ID.read_text(), os.sched_getaffinity(0)), world
     ):
         by_machine.setdefault(name, []).append(cores)

@@ -50,6 +50,11 @@ def options_of(group: dist.ProcessGroup) -> Any:
     return None
 
 
+def default_store() -> dist.Store:
+    """The store behind the process groups, which all ranks of the launch reach."""
+    return distributed_c10d._get_default_store()
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """A group's time limit; None if its backend does not tell it."""
     return getattr(options_of(group), "_timeout", None)

@@ -11,12 +11,10 @@ orders, each with the one first that on the other rank lacks SMs. NCCL_LAUNCH_OR
 (`exchange.launch_order`); without it they do not overlap (`exchange.streams`).
 """
 
-import socket
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,9 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from monta_megatron.chains import Chain
-from monta_megatron.common.busy import busy_text, cores_in_use
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.nodes import BOOT_ID, consecutive_nodes, node_here, number_nodes
 from monta_megatron.common.torch_private import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -128,9 +124,6 @@ def start_all_gather(
     return work
 
 
-T = TypeVar("T")
-U = TypeVar("U")
-
 # The settings that Megatron's communicator config file may hold.
 NCCL_SETTINGS = (
     "cga_cluster_size",
@@ -184,83 +177,6 @@ def device_of_ranks() -> torch.device:
 def wait_for_all() -> None:
     """A barrier by tensors on the host, so that it needs no GPU."""
     dist.all_reduce(torch.zeros(1))
-
-
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather an object from each rank of `group`, in the order of its ranks; None for all ranks."""
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def share_with_group(
-    make: Callable[[], tuple[T, U]], group: dist.ProcessGroup, place: str = "rank"
-) -> tuple[T, list[U]]:
-    """Gather a value that every rank makes; a failure on one rank is raised on all.
-
-    Args:
-        make: returns an object for this rank alone, and the value for all ranks.
-        group: the ranks.
-        place: in the message of a failure on another rank.
-
-    Raises:
-        UserError: a rank's `make` did.
-        RuntimeError: `make` failed in another way on another rank; on its own rank as it is.
-    """
-    kept: Any = None
-    shared: Any = None
-    own: Exception | None = None
-    problem: tuple[type[Exception], str] | None = None
-    try:
-        kept, shared = make()
-    except UserError as error:
-        own, problem = error, (UserError, str(error))
-    except Exception as error:  # noqa: BLE001 - raised below
-        own, problem = error, (RuntimeError, f"{type(error).__name__}: {error}")
-    by_rank = gather_objects((problem, shared), group)
-    if own is not None:
-        raise own
-    for rank, (found, _) in zip(dist.get_process_group_ranks(group), by_rank, strict=True):
-        if found is not None:
-            raise found[0](f"{found[1]} ({place} {rank})")
-    return kept, [shared for _, shared in by_rank]
-
-
-def find_nodes(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> tuple[int, ...]:
-    """The node of every rank of `group`, numbered from 0 in the order of the ranks.
-
-    For tools: a dispatcher has gathered the hosts with its other facts, and may have a cluster
-    file; see `integration.ranks.nodes_of_ranks`.
-
-    Args:
-        group: the ranks of an exchange; all of them call this, unless `ranks_per_node` is given.
-        ranks_per_node: number of consecutive ranks on each node; None to ask every rank.
-    """
-    if ranks_per_node is not None:
-        return consecutive_nodes(dist.get_process_group_ranks(group), ranks_per_node)
-    return number_nodes(gather_objects(node_here(), group))
-
-
-def find_busy_machines() -> tuple[str, ...]:
-    """For tools: a text for each machine on which others are busy; all ranks of a launch call this.
-
-    They wait while it measures, so what runs is not theirs.
-    """
-    wait_for_all()
-    ranks = gather_objects((socket.gethostname(), BOOT_ID.read_text(), cores_in_use()))
-    hosts: dict[str, str] = {}
-    in_use: dict[str, dict[int, float]] = {}
-    num_ranks: Counter[str] = Counter()
-    for host, machine, cores in ranks:
-        hosts.setdefault(machine, host)
-        in_use.setdefault(machine, {}).update(cores)
-        num_ranks[machine] += 1
-    found = []
-    for machine, cores in in_use.items():
-        text = busy_text(cores, num_ranks[machine])
-        if text is not None:
-            found.append(text if len(in_use) == 1 else f"{hosts[machine]}: {text}")
-    return tuple(found)
 
 
 def peer_groups(

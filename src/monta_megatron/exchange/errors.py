@@ -33,6 +33,7 @@ from monta_megatron.chains.program import BoundProgram, Operation
 from monta_megatron.common import __version__
 from monta_megatron.common.files import version_of
 from monta_megatron.common.torch_private import timeout_of
+from monta_megatron.exchange import roll_call
 from monta_megatron.exchange.collectives import PeerGroup, is_nccl
 
 if TYPE_CHECKING:
@@ -42,11 +43,14 @@ Groups = Mapping[str, PeerGroup]
 
 # As often as NCCL's watchdog: the host issues nothing during a poll, so polls must be short.
 LOOK_S = 0.1
-# Fraction of the limit after which a report is printed.
-PRINTED_AT = 0.9
+# Fractions of the limit after which other ranks can read where this one waits, and after which a
+# report is printed.
+WRITTEN_AT, PRINTED_AT = 0.5, 0.9
 # More collectives than end between two polls; beyond it the oldest is dropped.
 MOST_COLLECTIVES = 2**16
 BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+# Why a rank may not have come to an exchange of counts; continues "ended, stuck elsewhere".
+FEWER_MICRO_BATCHES = ", or with fewer micro-batches than the others"
 # Values that torch reads as true, in upper or lower case.
 ON = ("y", "yes", "1", "t", "true")
 
@@ -62,8 +66,13 @@ UNDER_WAY: "WeakSet[Execution]" = WeakSet()
 def failure(execution: "Execution", operation: Operation, error: Exception) -> ExchangeError:
     """Error of an operation that failed at its start or wait."""
     place = place_of(execution.bound, execution.groups, operation)
+    found = ""
+    if operation.group is not None:
+        group = execution.groups[operation.group]
+        ranks = dist.get_process_group_ranks(group.process_group)
+        found = f"{call_roll(_place_on_all_ranks(execution.bound, operation, ranks), ranks)}\n"
     return ExchangeError(
-        f"{place} failed: {error}\n{_of_pass(execution, operation.number)}; {versions()}"
+        f"{place} failed: {error}\n{found}{_of_pass(execution, operation.number)}; {versions()}"
     )
 
 
@@ -78,19 +87,32 @@ class HostWait(NamedTuple):
 
     Attributes:
         what: the collective and its purpose.
-        process_group: the ranks of the exchange.
+        process_group: its ranks.
         since_s: start, by `time.monotonic`.
+        reason: why a rank may not have come; see `roll_call.call_roll`.
+        group_name: Megatron's name of the group.
     """
 
     what: str
     process_group: dist.ProcessGroup
     since_s: float
+    reason: str
+    group_name: str
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of the group, as numbered in the whole launch."""
+        return dist.get_process_group_ranks(self.process_group)
+
+    @property
+    def place(self) -> str:
+        """The collective, named alike on all ranks of the group."""
+        return f"{self.what}, group {self.group_name} of ranks {_listed(self.ranks)}"
 
     def __str__(self) -> str:
-        ranks = dist.get_process_group_ranks(self.process_group)
         rank = dist.get_group_rank(self.process_group, dist.get_rank())
-        named = ", ".join(map(str, ranks))
-        return f"{self.what}, group tp_ep (rank {rank} of {len(ranks)}: ranks {named})"
+        where = f"rank {rank} of {len(self.ranks)}: ranks {_listed(self.ranks)}"
+        return f"{self.what}, group {self.group_name} ({where})"
 
 
 # Of this process now, the latest last; `TimeLimit` reports those that are late.
@@ -98,25 +120,39 @@ host_waits: list[HostWait] = []
 
 
 @contextmanager
-def naming_failure(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+def naming_failure(
+    what: str, group: dist.ProcessGroup | None, reason: str = "", group_name: str = "tp_ep"
+) -> Iterator[None]:
     """Raise failures inside the block as `ExchangeError`s that name the collective.
 
     Args:
         what: the collective and its purpose.
-        group: the ranks of an exchange.
+        group: its ranks; None for all ranks.
+        reason: why a rank may not have come; see `roll_call.call_roll`.
+        group_name: of `group`, for the message.
 
     Raises:
         ExchangeError: the collective failed or timed out.
     """
-    wait = HostWait(what, group, time.monotonic())
+    process_group = group or dist.group.WORLD
+    assert process_group is not None, "torch.distributed is not initialised"
+    wait = HostWait(what, process_group, time.monotonic(), reason, group_name)
     host_waits.append(wait)
-    device_time_limit().watch_host(group)
+    device_time_limit().watch_host(process_group)
     try:
         yield
     except RuntimeError as error:
-        raise ExchangeError(f"{wait} failed: {error}\n{passes_under_way()}") from error
+        found = call_roll(wait.place, wait.ranks, reason)
+        raise ExchangeError(f"{wait} failed: {error}\n{found}\n{passes_under_way()}") from error
     finally:
         host_waits.remove(wait)
+
+
+def call_roll(place: str, ranks: Sequence[int], reason: str = "") -> str:
+    """See `roll_call.call_roll`; the other ranks are told what it found."""
+    found = roll_call.call_roll(place, ranks, reason)
+    roll_call.write(place, f", which failed there: {found}")
+    return found
 
 
 def place_of(bound: BoundProgram, groups: Groups, operation: Operation) -> str:
@@ -184,6 +220,16 @@ def _pass(bound: BoundProgram) -> str:
     return f"{bound.program.pass_.name}: chain {bound.bound.chain.name}"
 
 
+def _place_on_all_ranks(bound: BoundProgram, operation: Operation, ranks: Sequence[int]) -> str:
+    chunk = f"chunk {operation.chunk + 1} of {bound.bound.num_chunks}"
+    where = f"group {operation.group} of ranks {_listed(ranks)}"
+    return f"{_pass(bound)}, stage {operation.stage}, {chunk}, {where}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
 def _within(bound: BoundProgram, groups: Groups, operation: Operation) -> str:
     ranks = ""
     if operation.group is not None:
@@ -209,6 +255,17 @@ class Started(NamedTuple):
     operation: Operation
     since_s: float
     result: torch.futures.Future[int]
+    reason: str = ""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of the group, as numbered in the whole launch."""
+        return dist.get_process_group_ranks(self.process_group)
+
+    @property
+    def place(self) -> str:
+        """The collective, named alike on all ranks of the group."""
+        return _place_on_all_ranks(self.bound, self.operation, self.ranks)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -232,8 +289,9 @@ class TimeLimit:
         self._thread: Thread | None = None
         given = [os.environ.get(name, "").lower() for name in BLOCKING_WAIT]
         self._has_watchdog = not any(value in ON for value in given)
-        # The last one printed.
+        # The last one printed, and the one that the other ranks can read of.
         self._printed: object = None
+        self._written: object = None
 
     def add(self, execution: "Execution", operation: Operation, works: Sequence[dist.Work]) -> None:
         """Watch a collective just started."""
@@ -265,18 +323,28 @@ class TimeLimit:
         while self.pending and self.pending[0].result.done():
             self.pending.popleft()
         oldest = self.pending[0] if self.pending else None
-        for one in ([] if oldest is None else [oldest]) + host_waits[-1:]:
+        waiting = ([] if oldest is None else [oldest]) + host_waits[-1:]
+        self._write_first([one for one in waiting if _is_beyond(one, WRITTEN_AT, now_s)])
+        for one in waiting:
             limit, waited_s = timeout_of(one.process_group), now_s - one.since_s
-            if limit is None or waited_s < PRINTED_AT * limit.total_seconds():
+            if limit is None or not _is_beyond(one, PRINTED_AT, now_s):
                 continue
             if one is self._printed:
                 break
             self._printed = one
             return (
                 f"{one} has not ended after {waited_s:.0f} s, and its time limit is "
-                f"{limit.total_seconds():.0f} s\n{self._last_operations(oldest)}; {versions()}"
+                f"{limit.total_seconds():.0f} s\n{call_roll(one.place, one.ranks, one.reason)}\n"
+                f"{self._last_operations(oldest)}; {versions()}"
             )
         return None
+
+    def _write_first(self, late: Sequence["Started | HostWait"]) -> None:
+        """Let the other ranks read where this one waits for long; no more once it has gone on."""
+        first = late[0] if late else None
+        if first is not self._written:
+            roll_call.write(first.place if first is not None else "")
+            self._written = first
 
     def _last_operations(self, oldest: Started | None) -> str:
         """Last operations of the pass with the oldest pending collective."""
@@ -297,6 +365,12 @@ class TimeLimit:
                 lines = "".join(f"{rank}{line}\n" for line in text.splitlines())
                 # One write, so that ranks' lines do not interleave.
                 print(lines, end="", file=sys.stderr, flush=True)
+
+
+def _is_beyond(one: Started | HostWait, share: float, now_s: float) -> bool:
+    """Whether a share of the time limit has passed."""
+    limit = timeout_of(one.process_group)
+    return limit is not None and now_s - one.since_s >= share * limit.total_seconds()
 
 
 @cache

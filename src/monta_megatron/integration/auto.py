@@ -25,7 +25,7 @@ import torch.distributed as dist
 from monta_megatron.common.ranks import print_once
 from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Choice
-from monta_megatron.exchange.collectives import gather_objects
+from monta_megatron.exchange.agreement import gather_objects
 from monta_megatron.exchange.count_messages import MicroBatchCounts, busiest_over_mean
 from monta_megatron.exchange.monitor import IterationClock, Segment, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
@@ -73,7 +73,7 @@ class Chooser:
     def _check_tags(self, counts: MicroBatchCounts) -> None:
         if len(set((counts.tags >> TIME_BITS).tolist())) > 1:
             # All ranks see it. They agreed at construction, so the step or the choice differs.
-            by_rank = gather_objects(self._hashed, self.group)
+            by_rank = gather_objects(self._hashed, self.group, "comparison of choices")
             check_same_config(by_rank, dist.get_process_group_ranks(self.group))
 
     def _set_tag(self, agreed: dict[str, Any], ticks: int = 0) -> None:

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from monta_megatron.chains import Counts
 from monta_megatron.core import Layout
 from monta_megatron.exchange.count_messages import CountMessages, MicroBatchCounts
-from monta_megatron.exchange.errors import naming_failure
+from monta_megatron.exchange.errors import FEWER_MICRO_BATCHES, naming_failure
 
 # Waits for the counts of a micro-batch, and reads them.
 ReadCounts: TypeAlias = Callable[[], MicroBatchCounts]
@@ -49,7 +49,7 @@ class CountsFromRanks:
         """
         messages, counts_J = self.count_messages.count(routing_map_TE, tag, received_rows)
         received = counts_J[: messages.numel()].view_as(messages)
-        with naming_failure(self._name, self.group):
+        with naming_failure(self._name, self.group, FEWER_MICRO_BATCHES):
             dist.all_to_all_single(received, messages, group=self.group)
         return counts_J
 
@@ -61,7 +61,7 @@ class CountsFromRanks:
         copied = side_stream.record_event()
 
         def read() -> MicroBatchCounts:
-            with naming_failure(self._name, self.group):
+            with naming_failure(self._name, self.group, FEWER_MICRO_BATCHES):
                 copied.synchronize()
             return self.count_messages.read(copy.numpy())
 

@@ -24,7 +24,8 @@ row's token and experts, and both values. Every pass gets right inputs, so the p
 `tests/dist/self_checks.py` runs the check on CPU ranks, with planted faults of each kind.
 
 All ranks of the exchange must call `check`. If only one rank raises an exception on its way, the
-others wait in the next collective until the time limit of its group.
+others wait in the next collective until it ends, or until the time limit of its group; then their
+error quotes its own.
 
 A pair is a token and one of its experts, as 4 integers. A source row has K pairs if it is a token,
 one if it is a permuted token.
@@ -45,10 +46,12 @@ import torch.distributed as dist
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.program import COMBINE, COMBINE_BACKWARD, DISPATCH, DISPATCH_BACKWARD
 from monta_megatron.core import Choice, GroupName, Layout
+from monta_megatron.exchange import roll_call
+from monta_megatron.exchange.agreement import gather_objects
 from monta_megatron.exchange.buffers import Columns
-from monta_megatron.exchange.collectives import PeerGroup, gather_objects
+from monta_megatron.exchange.collectives import PeerGroup
 from monta_megatron.exchange.count_messages import block_size
-from monta_megatron.exchange.errors import ExchangeError
+from monta_megatron.exchange.errors import FEWER_MICRO_BATCHES, ExchangeError
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import run
 from monta_megatron.exchange.monitor import Monitor
@@ -119,14 +122,19 @@ class FirstUse:
             raise
         except Exception as error:
             problem = f"the round trip failed: {type(error).__name__}: {error}"
-            raise self._error(problem) from error
+            failed = self._error(problem)
+            # The other ranks wait for this one.
+            roll_call.write("the check of the first use", f", which failed there: {failed}")
+            raise failed from error
         passed.add(key)
 
     def _raise_on_any_rank(self, difference: str) -> None:
         """Raise on all ranks if any has a difference; the message has the first one's."""
         group = self.setup.groups["tp_ep"]
         ranks = dist.get_process_group_ranks(group)
-        lines = zip(ranks, gather_objects(difference, group), strict=True)
+        what = f"check of the first use: chain {self.choice.chain}"
+        differences = gather_objects(difference, group, what, FEWER_MICRO_BATCHES)
+        lines = zip(ranks, differences, strict=True)
         if wrong := {rank: line for rank, line in lines if line}:
             all_ranks, wrong_ranks = (", ".join(map(str, each)) for each in (ranks, wrong))
             first = min(wrong)

@@ -31,8 +31,10 @@ from monta_megatron.common.nodes import node_here
 from monta_megatron.common.ranks import print_once
 from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Choice, Layout
-from monta_megatron.exchange.collectives import PeerGroup, are_open, peer_groups, share_with_group
+from monta_megatron.exchange.agreement import share_with_group
+from monta_megatron.exchange.collectives import PeerGroup, are_open, peer_groups
 from monta_megatron.exchange.count_messages import CountMessages, MicroBatchCounts
+from monta_megatron.exchange.errors import naming_failure
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.kernels import agreed_kernels, is_fused, kernel_problem
 from monta_megatron.exchange.monitor import Monitor
@@ -161,7 +163,8 @@ class LayerSetup:
             )
         if before and are_open(before):
             return before
-        groups = peer_groups(self.planner.chains, self.layout, dict(self.groups))
+        with naming_failure("creation of rail and node groups", self.groups["tp_ep"]):
+            groups = peer_groups(self.planner.chains, self.layout, dict(self.groups))
         # After the first iterations Megatron changes the time limit of all groups in this list
         # (--distributed-timeout-seconds-after-init), of ours too.
         megatrons = parallel_state._global_process_group_list
@@ -288,6 +291,6 @@ def set_up_layer(
     replicas = getattr(pg_collection, "expt_dp", None)
     if replicas is None:
         return in_group()[0]
-    setup, by_group = share_with_group(in_group, replicas, "in the expert group of rank")
+    setup, by_group = share_with_group(in_group, replicas, "expt_dp", "in the expert group of rank")
     check_same_config(by_group, dist.get_process_group_ranks(replicas))
     return setup

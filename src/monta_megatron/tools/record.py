@@ -21,7 +21,8 @@ import torch.distributed as dist
 from monta_megatron.chains.program import Operation
 from monta_megatron.common.nodes import BOOT_ID
 from monta_megatron.common.text import counted
-from monta_megatron.exchange.collectives import gather_objects, wait_for_all
+from monta_megatron.exchange.agreement import gather_objects
+from monta_megatron.exchange.collectives import wait_for_all
 from monta_megatron.exchange.monitor import Step
 from monta_megatron.exchange.streams import gpu_name
 from monta_megatron.tools.bench.candidates import Bench, BenchCandidate, no_experts, run_candidate

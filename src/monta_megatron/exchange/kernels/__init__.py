@@ -10,7 +10,7 @@ from functools import cache
 import torch.distributed as dist
 
 from monta_megatron.common.rules import require
-from monta_megatron.exchange.collectives import gather_objects
+from monta_megatron.exchange.agreement import gather_objects
 
 
 @cache
@@ -62,7 +62,7 @@ def agreed_kernels(choice: str, device: str, group: dist.ProcessGroup) -> tuple[
     if choice == "torch" or device != "cuda":
         return choice, None
     ranks = dist.get_process_group_ranks(group)
-    problems = gather_objects(kernel_problem(device), group)
+    problems = gather_objects(kernel_problem(device), group, "agreement on kernels")
     failed = {rank: problem for rank, problem in zip(ranks, problems, strict=True) if problem}
     if not failed:
         return "fused", None

@@ -27,11 +27,9 @@ from monta_megatron.common.files import commit, machine, versions
 from monta_megatron.common.text import Progress, counted
 from monta_megatron.core import Layout
 from monta_megatron.emulation.cluster import EmulatedCluster
+from monta_megatron.exchange.agreement import find_busy_machines, find_nodes, gather_objects
 from monta_megatron.exchange.collectives import (
     device_of_ranks,
-    find_busy_machines,
-    find_nodes,
-    gather_objects,
     wait_for_all,
 )
 from monta_megatron.exchange.pipeline import Experts
