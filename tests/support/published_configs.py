@@ -22,14 +22,23 @@ _PARAMETERS = yaml.safe_load(
 )
 NUM_PARAMETERS: dict[str, int] = _PARAMETERS["checkpoints"]
 OF_THE_CLASS: dict[str, int] = _PARAMETERS["classes"]
+ROTARY_BASES: dict[str, int] = _PARAMETERS["rotary_bases"]
+SIGMOID_SCORES: list[str] = _PARAMETERS["sigmoid_scores"]
+ACTIVATIONS: dict[str, str] = _PARAMETERS["activations"]
 # Linear attention needs Transformer Engine even on the meta device.
 NEEDS_TRANSFORMER_ENGINE = {"qwen3_5_moe", "qwen3_next"}
 # Families and models without a preset.
 NO_PRESET = {"qwen2_moe", "glm4_moe", "granitemoe", "minimax_m2", "qwen3_next", *OF_THE_CLASS}
 NO_PRESET -= {"kimi_k2"}
+NO_PRESET |= {"nemotron_3_nano"}
+# Files as transformers saves them, by their names.
+SAVED = {
+    path.stem: json.loads(path.read_text(encoding="utf-8"))
+    for path in sorted((Path(__file__).parent / "saved_configs").glob("*.json"))
+}
 
 
 def model_of_config(data: dict[str, Any], file: str) -> Model:
     """The model of the plain data of a config.json."""
-    name, arguments, notes = read_config(data, file)
-    return model_of(arguments, name, file, notes)
+    read = read_config(data, file)
+    return model_of(read.arguments, read.name, file, read.notes, read.uncounted)

@@ -1,74 +1,17 @@
-"""The config.json of Hugging Face as Megatron's arguments, by one table of aliases.
+"""The config.json of Hugging Face as Megatron's arguments, by the tables of `config_keys`.
 
-It tells sizes and layers, which a plan needs. Notes of the model name what it does not tell, as a
-family leaves it to its code, and keys that are not read.
+It tells sizes and layers, which a plan needs. Notes of the model name first what was not read and
+what was assumed, then what a config.json does not tell, as a family leaves it to its code.
 """
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from monta_megatron.common.errors import UserError
+from monta_megatron.planner import config_keys as keys
+from monta_megatron.planner.config_rotary import rotary_arguments
 
-# Parts of a config.json that hold keys of the text model, the outer ones first.
-PARTS = (
-    *("thinker_config", "llm_config", "language_config", "text_config"),
-    *("attn_config", "ffn_config"),
-)
-# Megatron's argument -> keys, of which the first that is there and not null is taken.
-ALIASES = {
-    "num-layers": "num_hidden_layers n_layers num_layers n_layer",
-    "hidden-size": "hidden_size d_model n_embd",
-    "num-attention-heads": "num_attention_heads n_heads n_head",
-    "num-query-groups": "num_key_value_heads kv_n_heads num_kv_heads",
-    "kv-channels": "head_dim attention_head_dim",
-    "num-experts": "n_routed_experts num_experts num_local_experts moe_num_experts num_moe_experts "
-    "num_routed_experts",
-    "moe-router-topk": "num_experts_per_tok moe_topk moe_top_k moe_k experts_per_token "
-    "num_experts_per_token top_k_experts",
-    "moe-ffn-hidden-size": "moe_intermediate_size expert_ffn_hidden_size moe_ffn_hidden_size "
-    "expert_intermediate_size intermediate_size ffn_hidden_size",
-    "ffn-hidden-size": "intermediate_size_mlp intermediate_size ffn_hidden_size",
-    "moe-shared-expert-intermediate-size": "shared_expert_intermediate_size "
-    "moe_shared_expert_intermediate_size",
-    "moe-latent-size": "moe_latent_size",
-    "moe-router-num-groups": "n_group num_expert_group",
-    "moe-router-group-topk": "topk_group num_limited_groups",
-    "moe-router-topk-scaling-factor": "routed_scaling_factor route_scale router_scaling_factor",
-    "moe-router-score-function": "scoring_func score_function score_func "
-    "moe_router_activation_func",
-    "moe-aux-loss-coeff": "router_aux_loss_coef moe_loss_weight aux_loss_alpha",
-    "hybrid-layer-pattern": "hybrid_override_pattern",
-    "max-position-embeddings": "max_position_embeddings max_seq_len n_positions",
-    "vocab-size": "vocab_size",
-    "q-lora-rank": "q_lora_rank",
-    "kv-lora-rank": "kv_lora_rank",
-    "qk-head-dim": "qk_nope_head_dim",
-    "qk-pos-emb-head-dim": "qk_rope_head_dim",
-    "v-head-dim": "v_head_dim",
-    "linear-attention-freq": "full_attention_interval",
-    "linear-conv-kernel-dim": "linear_conv_kernel_dim",
-    "linear-key-head-dim": "linear_key_head_dim",
-    "linear-value-head-dim": "linear_value_head_dim",
-    "linear-num-key-heads": "linear_num_key_heads",
-    "linear-num-value-heads": "linear_num_value_heads",
-    "mtp-num-layers": "num_nextn_predict_layers mtp_num_hidden_layers",
-    "norm-epsilon": "rms_norm_eps layer_norm_eps norm_eps",
-    "init-method-std": "initializer_range",
-    "rotary-base": "rope_theta",
-    "rotary-percent": "partial_rotary_factor",
-}
-NUM_SHARED = "n_shared_experts num_shared_experts moe_num_shared_experts num_shared_expert"
-# Dense layers before the first with experts, and one layer with experts of so many.
-FIRST_DENSE = "first_k_dense_replace num_dense_layers moe_layer_num_skipped moe_layer_start_index"
-STEPS = "decoder_sparse_step interleave_moe_layer_step moe_layer_interval"
-OTHERS = "mlp_layer_types moe_layer_freq topk_method norm_topk_prob tie_word_embeddings"
-READ = {*PARTS, *" ".join([*ALIASES.values(), NUM_SHARED, FIRST_DENSE, STEPS, OTHERS]).split()}
-# Other keys with these words say nothing of what is planned or trained.
-HARMLESS = re.compile(
-    "token|version|architectures|dtype|cache|auto_map|model_type|vision|output|norm|loss|aux|"
-    "dropout|jitter|max_window|^moe_layers$|init|quant|_eps$|_path$|ep_size"
-)
 # No config.json says how a model is trained.
 ASSUMED = {
     "moe-aux-loss-coeff": 1.0e-3,
@@ -79,17 +22,48 @@ ASSUMED = {
 }
 ALIKE = {
     "position-embedding-type": "rope",
-    "swiglu": True,
     "disable-bias-linear": True,
     "attention-dropout": 0.0,
     "hidden-dropout": 0.0,
     "moe-router-load-balancing-type": "aux_loss",
 }
-UNTOLD = "told by no config.json: norms of queries and keys, biases (none), activation (SwiGLU)"
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+# Megatron adds an expert's bias to these scores alone.
+BIASED = ("sigmoid", "sqrtsoftplus")
+# Name of an activation -> Megatron's arguments. That of gpt-oss is told by its family.
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "silu": {"swiglu": True},
+    "swish": {"swiglu": True},
+    "swiglu": {"swiglu": True},
+    "relu2": {"squared-relu": True},
+    "gpt_oss": {
+        "quick-geglu": True,
+        "glu-linear-offset": 1.0,
+        "activation-func-clamp-value": 7.0,
+        "no-bias-dropout-fusion": True,
+    },
+}
 
 
-def read_config(data: Any, file: str) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """The family of a config.json, Megatron's arguments as far as it tells them, and notes.
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """Megatron's arguments of a model, as far as its file tells them.
+
+    Attributes:
+        name: name of the model, or of its family.
+        arguments: values by Megatron's names without --.
+        notes: what a plan says of the model, what was not read first.
+        uncounted: what may change the model's layers or parameters and was not read.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
+
+
+def read_config(data: Any, file: str) -> ModelArguments:
+    """Megatron's arguments, as far as a config.json tells them.
 
     Args:
         data: its plain data.
@@ -102,122 +76,305 @@ def read_config(data: Any, file: str) -> tuple[str, dict[str, Any], tuple[str, .
     if not isinstance(family, str) or not family.strip():
         raise UserError(f"{file}: model_type: got {family!r:.60}, must be the name of a family")
 
-    # Step 1: sizes, by the table.
+    # Step 1: one table of keys; parts are in the order of `PARTS`.
     flat = dict(data)
-    for part in PARTS:
+    for part in keys.PARTS:
         flat |= flat[part] if isinstance(flat.get(part), Mapping) else {}
-    told = {name: _first(flat, keys, file) for name, keys in ALIASES.items()}
-    # Megatron takes no 1e6 for an integer.
-    told = {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value
-        for name, value in told.items()
-        if value is not None
-    }
+    flat = {**keys.FAMILIES.get(family, {}), **{k: v for k, v in flat.items() if v is not None}}
+    config = _Config(flat, family, file)
 
-    if "moe-router-topk" not in told:
-        raise UserError(f"{file}: num_experts_per_tok: missing, must be given")
-
-    # Step 2: what follows from several keys.
-    num_layers = told.get("num-layers")
-    if type(num_layers) is int and num_layers >= 1:
-        told |= _moe_layers(flat, num_layers)
-    told |= _attention(told) | _router(flat, told)
-    shared = _first(flat, NUM_SHARED, file) or int("intermediate_size_mlp" in flat)
-    if type(shared) is int and type(told.get("moe-ffn-hidden-size")) is int:
-        # Llama 4 has one, as large as the others, and does not say so.
-        size = shared * told["moe-ffn-hidden-size"] or False
-        told.setdefault("moe-shared-expert-intermediate-size", size)
-    told |= {"normalization": "RMSNorm"} if "rms_norm_eps" in flat else {}
+    # Step 2: sizes, and what follows from several keys.
+    told = config.sizes()
+    if "num-experts" not in told or "moe-router-topk" not in told:
+        missing = "num_experts_per_tok" if "num-experts" in told else "num_local_experts"
+        rule = "must be given: only models with experts are planned, this may be a dense one"
+        raise UserError(f"{file}: {missing} (or another name of it): missing, {rule}")
+    told |= config.layers(told)
+    told |= config.attention(told)
+    told |= config.router(told)
+    told |= config.activation()
+    if family in keys.NO_POSITIONS:
+        told["position-embedding-type"] = "none"
+    told |= config.shared_experts(told)
+    rotary, unread = rotary_arguments(flat, told)
+    told |= rotary
+    config.unread.update(dict.fromkeys(unread, False))
+    if "rms_norm_eps" in flat or family == "nemotron_h":
+        told["normalization"] = "RMSNorm"
     told["untie-embeddings-and-output-weights"] = not flat.get("tie_word_embeddings", False)
     assumed = {name: value for name, value in ASSUMED.items() if name not in told}
-    arguments = {**told, **ALIKE, **assumed}
+    arguments = {**ALIKE, **told, **assumed}
 
-    # Step 3: what cannot be told.
-    unread = [
-        name
-        for name, value in flat.items()
-        if name not in READ and not HARMLESS.search(name)
-        if value is True or value not in (None, False, 0, 1, -1, "", "silu", [])
-    ]
-    score = "" if told.get("moe-router-score-function") else ", the router's scores (softmax)"
+    # Step 3: what was not read, and what cannot be told.
+    config.add_unread("hybrid-layer-pattern" in told)
+    uncounted = [name for name, changes_parameters in config.unread.items() if changes_parameters]
+    others = [name for name in config.unread if name not in uncounted]
+    notes = []
+    if uncounted:
+        notes.append(f"not read, may change layers or parameters: {', '.join(uncounted)}")
+    if others:
+        notes.append(f"not read: {', '.join(others)}")
     values = ", ".join(f"{name} {value}" for name, value in assumed.items())
-    notes = [UNTOLD + score, f"not in the config.json, assumed unless given: {values}"]
-    if unread:
-        notes.append(f"not read: {', '.join(unread)}")
-    if isinstance(data.get("vision_config"), Mapping):
-        notes.append("the text part alone: vision_config is not counted")
-    given = {name: value for name, value in arguments.items() if value is not False}
-    return family, given, tuple(notes)
+    notes.append(f"not in the config.json, assumed unless given: {values}")
+    notes.append(f"told by no config.json: {', '.join(config.untold(told))}")
+    parts = [part for part in keys.OTHER_PARTS if isinstance(data.get(part), Mapping)]
+    if parts:
+        notes.append(f"the text part alone: {', '.join(parts)} is not counted")
+    return ModelArguments(
+        name=family,
+        arguments={name: value for name, value in arguments.items() if value is not False},
+        notes=tuple(notes),
+        uncounted=tuple(uncounted),
+    )
 
 
-def _first(flat: Mapping[str, Any], keys: str, file: str) -> Any:
-    """The first value that is there; one number for a list that repeats it for every layer.
+class _Config:
+    """A config.json while it is read.
 
-    Raises:
-        UserError: layers differ.
+    Attributes:
+        unread: key, or other property -> whether it may change layers or parameters.
     """
-    for key in keys.split():
-        value = flat.get(key)
-        if isinstance(value, list):
-            if not value or any(each != value[0] for each in value):
-                rule = "must be a number, or the same for each layer: Megatron's layers are alike"
-                raise UserError(f"{file}: {key}: got a list of {len(value)} values, {rule}")
-            value = value[0]
-        if value is not None:
-            return value
-    return None
 
+    def __init__(self, flat: Mapping[str, Any], family: str, file: str) -> None:
+        self._flat, self._family, self._file = flat, family, file
+        self.unread: dict[str, bool] = {}
 
-def _moe_layers(flat: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Layers with experts, as Megatron says them: ([0]*3+[1]*58)."""
+    def _first(self, names: str) -> Any:
+        """The first value that is there; one number for a list that repeats it for every layer.
 
-    def integer(names: str, default: int) -> int:
-        values = (flat.get(name) for name in names.split())
+        Raises:
+            UserError: layers differ.
+        """
+        for name in names.split():
+            value = self._flat.get(name)
+            if isinstance(value, list):
+                if not value or any(entry != value[0] for entry in value):
+                    self._refuse(
+                        name,
+                        f"a list of {len(value)} values",
+                        "a number, or the same for each layer: Megatron's layers are alike",
+                    )
+                value = value[0]
+            if value is not None:
+                return value
+        return None
+
+    def _integer(self, names: str, default: int) -> int:
+        """The largest integer of several keys, at least the default."""
+        values = (self._flat.get(name) for name in names.split())
         return max([default, *(value for value in values if type(value) is int)])
 
-    first, step, every = integer(FIRST_DENSE, 0), integer(STEPS, 1), integer("moe_layer_freq", 1)
-    has_experts = [
-        layer >= first and (layer + 1) % step == 0 and layer % every == 0
-        for layer in range(num_layers)
-    ]
-    for name, value in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
-        if isinstance(flat.get(name), list):
-            has_experts = [entry == value for entry in flat[name]]
-    first = has_experts.index(True) if True in has_experts else len(has_experts)
-    pattern = f"([0]*{first}+[1]*{len(has_experts) - first})"
-    if not all(has_experts[first:]):
-        pattern = str(list(map(int, has_experts))).replace(" ", "")
-    return {} if all(has_experts) else {"moe-layer-freq": pattern}
+    def _refuse(self, name: str, got: str, rule: str) -> None:
+        raise UserError(f"{self._file}: {name}: got {got}, must be {rule}")
+
+    def _by_table(self, aliases: Mapping[str, str]) -> dict[str, Any]:
+        told = {}
+        for argument, names in aliases.items():
+            value = self._first(names)
+            if isinstance(value, float) and value.is_integer():
+                # Megatron takes no 1e6 for an integer.
+                value = int(value)
+            if value is not None:
+                told[argument] = value
+        return told
+
+    def sizes(self) -> dict[str, Any]:
+        """What the table of aliases tells."""
+        told = self._by_table(keys.ALIASES)
+        if self._family == "jetmoe" and "num-query-groups" in told and "moe-router-topk" in told:
+            # Each of the experts in its attention has as many heads as there are K/V heads.
+            heads = told["num-query-groups"] * told["moe-router-topk"]
+            told.setdefault("num-attention-heads", heads)
+        if self._flat.get("multi_query") is True:
+            told.setdefault("num-query-groups", 1)
+        if self._flat.get("use_mtp") is False:
+            del told["mtp-num-layers"]
+        return told
+
+    def layers(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Layers with experts, as Megatron says them: a hybrid pattern, or ([0]*3+[1]*58)."""
+        flat = self._flat
+        for name in ("layers_block_type", "layer_types"):
+            kinds = flat.get(name)
+            if isinstance(kinds, list) and {"moe", "mlp"}.isdisjoint(kinds):
+                if name == "layers_block_type":
+                    self.unread[name] = True
+            elif isinstance(kinds, list):
+                if not set(kinds) <= keys.LAYER_SYMBOLS.keys():
+                    rule = f"a list of {', '.join(keys.LAYER_SYMBOLS)}"
+                    self._refuse(name, f"{sorted(set(kinds))}", rule)
+                pattern = "".join(keys.LAYER_SYMBOLS[kind] for kind in kinds)
+                hybrid = {"hybrid-layer-pattern": pattern, "num-layers": len(pattern)}
+                return hybrid | self._by_table(keys.MAMBA_ALIASES)
+        if "hybrid-layer-pattern" in told:
+            return self._by_table(keys.MAMBA_ALIASES)
+        num_layers = told.get("num-layers")
+        if type(num_layers) is not int or num_layers < 1:
+            return {}
+        has_experts = self._layers_with_experts(num_layers)
+        if all(has_experts):
+            return {}
+        first = has_experts.index(True) if True in has_experts else len(has_experts)
+        pattern = f"([0]*{first}+[1]*{len(has_experts) - first})"
+        if not all(has_experts[first:]):
+            pattern = str(list(map(int, has_experts))).replace(" ", "")
+        return {"moe-layer-freq": pattern}
+
+    def _layers_with_experts(self, num_layers: int) -> list[bool]:
+        """[num_layers] whether a layer has experts."""
+        flat = self._flat
+        kinds, frequency = flat.get("mlp_layer_types"), flat.get("moe_layer_freq")
+        if isinstance(kinds, list):
+            if not set(kinds) <= keys.EXPERT_LAYERS | keys.DENSE_LAYERS:
+                rule = f"a list of {', '.join(sorted(keys.EXPERT_LAYERS | keys.DENSE_LAYERS))}"
+                self._refuse("mlp_layer_types", f"{sorted(set(kinds))}", rule)
+            if "hash_moe" in kinds:
+                self.unread["mlp_layer_types (hash_moe: experts by token id)"] = False
+            return [kind in keys.EXPERT_LAYERS for kind in kinds]
+        if isinstance(frequency, list):
+            return [entry == 1 for entry in frequency]
+        for name in keys.NUMBERED.split():
+            numbers = flat.get(name)
+            if isinstance(numbers, str):
+                numbers = [int(word) for word in numbers.split(",") if word.strip().isdecimal()]
+            if isinstance(numbers, list) and numbers:
+                return [layer in numbers for layer in range(num_layers)]
+
+        first, step = self._integer(keys.FIRST_DENSE, 0), self._integer(keys.STEPS, 1)
+        every, last = self._integer("moe_layer_freq", 1), self._integer("moe_layer_end_index", -1)
+        period, offset = self._integer("expert_layer_period", 1), 0
+        if period > 1:
+            offset = self._integer("expert_layer_offset", 0)
+        dense = flat.get("mlp_only_layers")
+        if not isinstance(dense, list):
+            dense = []
+        return [
+            layer >= first
+            and (last == -1 or layer <= last)
+            and (layer + 1) % step == 0
+            and layer % every == 0
+            and layer % period == offset % period
+            and layer not in dense
+            for layer in range(num_layers)
+        ]
+
+    def attention(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Its kind, and the layers of linear attention."""
+        if "kv-lora-rank" in told:
+            latent = {"multi-latent-attention": True, "qk-layernorm": True}
+            latent["num-query-groups"] = False
+            return latent | ({"kv-channels": told["v-head-dim"]} if "v-head-dim" in told else {})
+        if "q-lora-rank" in told:
+            self.unread["q_lora_rank (without kv_lora_rank)"] = True
+        attention: dict[str, Any] = {"q-lora-rank": False, "group-query-attention": True}
+        if told.get("num-query-groups") in (None, told.get("num-attention-heads")):
+            attention = {"q-lora-rank": False, "num-query-groups": False}
+        if self._flat.get("attn_output_gate") is True:
+            attention["attention-output-gate"] = True
+        kinds = self._flat.get("layer_types")
+        if "linear-key-head-dim" in told:
+            # Layers of full attention between them are gated, too.
+            attention["experimental-attention-variant"] = "gated_delta_net"
+            attention["attention-output-gate"] = True
+            if isinstance(kinds, list) and set(kinds) <= {"linear_attention", "full_attention"}:
+                attention["linear-attention-freq"] = _linear_frequency(kinds)
+        elif (
+            isinstance(kinds, list)
+            and set(kinds) != {"full_attention"}
+            and "hybrid-layer-pattern" not in told
+        ):
+            self.unread["layer_types"] = not set(kinds) <= keys.SOFTMAX_ATTENTION
+        return attention
+
+    def router(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Score function, biases and groups, from `scoring_func` and `topk_method` together."""
+        scores = str(self._first(keys.SCORES) or "").lower()
+        method = str(self._flat.get("topk_method", "")).lower()
+        if scores == "noaux_tc":
+            scores, method = "", scores
+        if method == "noaux_tc" and not scores:
+            scores = "sigmoid"
+        is_biased = method == "noaux_tc" or self._flat.get("use_routing_bias") is True
+        router: dict[str, Any] = {}
+        if scores in BIASED:
+            router["moe-router-score-function"] = scores
+            router["moe-router-enable-expert-bias"] = is_biased
+        else:
+            if scores not in ("", "softmax"):
+                self.unread[f"{self._key_of(keys.SCORES)} {scores}"] = False
+            if is_biased:
+                self.unread["a bias on the router's scores, which are no sigmoid"] = False
+            router["moe-router-score-function"] = "softmax" if scores == "softmax" else False
+            # Megatron demands it of top-1.
+            is_top_1 = told.get("moe-router-topk") == 1
+            is_not_scaled = self._flat.get("norm_topk_prob") is False
+            router["moe-router-pre-softmax"] = is_top_1 or is_not_scaled
+        if method not in ("", "greedy", "group_limited_greedy", "noaux_tc"):
+            self.unread[f"topk_method {method}"] = False
+        if told.get("moe-router-topk-scaling-factor") == 1:
+            router["moe-router-topk-scaling-factor"] = False
+        if told.get("moe-router-num-groups") in (None, 1) or method == "greedy":
+            router |= {"moe-router-num-groups": False, "moe-router-group-topk": False}
+        if self._flat.get("seq_aux") is True:
+            router["moe-router-load-balancing-type"] = "seq_aux_loss"
+        return router
+
+    def activation(self) -> dict[str, Any]:
+        """The activation of dense layers and experts."""
+        names = keys.ACTIVATION.split()
+        name = next((name for name in names if name in self._flat), names[1])
+        value = str(self._flat.get(name, "silu")).lower()
+        if value not in ACTIVATIONS:
+            # Another one may have no gate.
+            self.unread[f"{name} {value}"] = True
+        return ACTIVATIONS.get(value, ACTIVATIONS["silu"])
+
+    def shared_experts(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """The size of all shared experts of a layer together."""
+        # Llama 4 has one, as large as the others, and does not say so.
+        number = self._first(keys.NUM_SHARED) or int("intermediate_size_mlp" in self._flat)
+        size, name = told.get("moe-ffn-hidden-size"), "moe-shared-expert-intermediate-size"
+        if name in told or type(number) is not int or type(size) is not int:
+            return {}
+        return {name: number * size or False}
+
+    def _key_of(self, names: str) -> str:
+        return next(name for name in names.split() if name in self._flat)
+
+    def add_unread(self, has_mamba: bool) -> None:
+        """Name every other key that was not read, and what Megatron cannot express."""
+        if self._family in keys.UNLIKE_MEGATRON:
+            self.unread[keys.UNLIKE_MEGATRON[self._family]] = True
+        read = keys.READ | (keys.READ_WITH_MAMBA if has_mamba else set())
+        for name, value in self._flat.items():
+            if name in read or name in keys.HARMLESS or _is_off(value):
+                continue
+            if has_mamba and keys.FIXED_OF_MAMBA.get(name) == value:
+                continue
+            self.unread[name] = name not in keys.OF_THE_RUN
+
+    def untold(self, told: Mapping[str, Any]) -> Iterable[str]:
+        """What neither the config.json nor its family tells."""
+        yield "norms of queries and keys"
+        yield "biases (none)"
+        if not any(name in self._flat for name in keys.ACTIVATION.split()):
+            yield "activation (SwiGLU)"
+        if not told.get("moe-router-score-function"):
+            yield "the router's scores (softmax)"
+        if "rotary-base" not in told and self._family not in keys.NO_POSITIONS:
+            yield "the rotary base (10,000)"
 
 
-def _attention(told: Mapping[str, Any]) -> dict[str, Any]:
-    if "kv-lora-rank" in told:
-        latent = {"multi-latent-attention": True, "qk-layernorm": True, "num-query-groups": False}
-        return latent | ({"kv-channels": told["v-head-dim"]} if "v-head-dim" in told else {})
-    attention: dict[str, Any] = {"group-query-attention": True}
-    if told.get("num-query-groups") in (None, told.get("num-attention-heads")):
-        attention = {"num-query-groups": False}
-    if "linear-key-head-dim" in told:
-        # Layers of full attention between them are gated, too.
-        attention["experimental-attention-variant"] = "gated_delta_net"
-        attention["attention-output-gate"] = True
-    return attention
+def _is_off(value: Any) -> bool:
+    """Whether a value says that there is nothing of a kind."""
+    return value is False or value in ("", [], {}) or (value == 0 and value is not True)
 
 
-def _router(flat: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores and groups."""
-    router: dict[str, Any] = {}
-    scores = str(told.get("moe-router-score-function", "")).lower()
-    method = str(flat.get("topk_method", "")).lower()
-    if "sigmoid" in scores or "noaux" in scores + method:
-        router |= {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
-    else:
-        router["moe-router-score-function"] = "softmax" if scores == "softmax" else False
-        # Megatron demands it of top-1.
-        is_top_1 = told.get("moe-router-topk") == 1
-        router["moe-router-pre-softmax"] = is_top_1 or flat.get("norm_topk_prob") is False
-    if told.get("moe-router-topk-scaling-factor") == 1:
-        router["moe-router-topk-scaling-factor"] = False
-    if told.get("moe-router-num-groups") in (None, 1) or method == "greedy":
-        router |= {"moe-router-num-groups": False, "moe-router-group-topk": False}
-    return router
+def _linear_frequency(kinds: list[str]) -> int | str:
+    """Megatron's --linear-attention-freq: one full layer of N, or 1 for each linear one."""
+    is_linear = [kind == "linear_attention" for kind in kinds]
+    if not all(is_linear):
+        interval = is_linear.index(False) + 1
+        if is_linear == [(layer + 1) % interval != 0 for layer in range(len(kinds))]:
+            return interval
+    return str(list(map(int, is_linear))).replace(" ", "")

@@ -12,7 +12,7 @@ Notation: H = hidden size, L = layers.
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.errors import UserError
+from monta_megatron.planner.config_json import ModelArguments, read_config
 
 # Keys of a model file that are no arguments.
 OTHER_KEYS = ("source", "not_expressed")
@@ -28,6 +29,8 @@ GATED = ("swiglu", "quick-geglu")
 # Symbols of a hybrid pattern: mamba, attention, feed-forward layer, experts, gated delta net.
 HYBRID_PATTERNS = ("hybrid-layer-pattern", "hybrid-override-pattern")
 HYBRID_SYMBOLS, EXPERTS_SYMBOL = set("M*-EGD+"), "E"
+# Gated delta net, and sparse attention.
+UNCOUNTED_SYMBOLS = set("GD")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +56,11 @@ class Model:
         vocab_size: entries of the vocabulary, 0 where that is not known.
         expert_parameters: parameters of the routed experts of one layer.
         layer_parameters: [L] parameters of each layer without its routed experts; None where they
-            cannot be counted.
+            cannot be counted, for the reasons in `uncounted`.
         table_parameters: of the embedding of the vocabulary, and of the output layer.
         is_tied: embedding and output layer share one table.
         notes: what a plan says of the model.
+        uncounted: what keeps the parameters from being counted.
         arguments: Megatron's arguments by their names without --.
     """
 
@@ -81,6 +85,7 @@ class Model:
     table_parameters: int
     is_tied: bool
     notes: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -159,8 +164,8 @@ def load_model(path: str | Path) -> Model:
         UserError: one line that names the file, the key, the value and the rule.
     """
     path = files.find_config("models", path)
-    name, arguments, notes = _read(path)
-    return model_of(arguments, name, str(path), notes)
+    file = _read(path)
+    return model_of(file.arguments, file.name, str(path), file.notes, file.uncounted)
 
 
 def load_arguments(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -169,24 +174,28 @@ def load_arguments(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     Raises:
         UserError: likewise; sizes are not checked.
     """
-    return _read(files.find_config("models", path))[1:]
+    file = _read(files.find_config("models", path))
+    return file.arguments, file.notes
 
 
-def _read(path: Path) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """Name, arguments and notes."""
+def _read(path: Path) -> ModelArguments:
+    """What a model file or a config.json tells."""
     if path.suffix.lower() == ".json":
-        from monta_megatron.planner.config_json import read_config
-
         return read_config(files.read_json(path), str(path))
     data = strict_yaml.read(path)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise UserError(f"{path}: must be Megatron's arguments by their names, or a config.json")
     notes = (f"not expressed by Megatron's arguments: {x}" for x in data.get("not_expressed") or ())
-    return path.stem, {n: data[n] for n in data if n not in OTHER_KEYS}, tuple(notes)
+    arguments = {name: data[name] for name in data if name not in OTHER_KEYS}
+    return ModelArguments(name=path.stem, arguments=arguments, notes=tuple(notes))
 
 
 def model_of(
-    arguments: Mapping[str, Any], name: str, where: str, notes: tuple[str, ...] = ()
+    arguments: Mapping[str, Any],
+    name: str,
+    where: str,
+    notes: tuple[str, ...] = (),
+    uncounted: tuple[str, ...] = (),
 ) -> Model:
     """The model that Megatron's arguments say.
 
@@ -195,6 +204,7 @@ def model_of(
         name: what users call it.
         where: the file or the command, for messages.
         notes: what a plan says of the model besides.
+        uncounted: what may change its layers or parameters and is not among the arguments.
 
     Raises:
         UserError: one line that names `where`, an argument, its value and the rule.
@@ -224,7 +234,10 @@ def model_of(
     is_tied = not read.flag("untie-embeddings-and-output-weights")
     gate = 3 if read.flag(*GATED) else 2
     vocab_size = read.size("vocab-size", 0, least=0)
-    layer_parameters = _layer_parameters(read, hidden_size, layers, gate, ffn)
+    uncounted = (*uncounted, *_uncounted_arguments(read))
+    layer_parameters = None
+    if not uncounted:
+        layer_parameters = _layer_parameters(read, hidden_size, layers, gate, ffn)
     if read.size("mtp-num-layers", 0, least=0):
         notes += ("multi-token prediction is not counted: a layer more on the last stage",)
     read.require_spelling()
@@ -250,6 +263,7 @@ def model_of(
         table_parameters=vocab_size * hidden_size,
         is_tied=is_tied,
         notes=notes,
+        uncounted=uncounted,
         arguments=arguments,
     )
 
@@ -269,9 +283,17 @@ def _state_bytes(read: Reader) -> tuple[int, int, int]:
     return 2, gradient, master + sum(moments)
 
 
+def _uncounted_arguments(read: Reader) -> Iterator[str]:
+    """Arguments that keep the parameters from being counted."""
+    if read.value("vocab-size") is None:
+        yield "vocab-size: not given"
+    for symbol in sorted(set(_hybrid_pattern(read) or "") & UNCOUNTED_SYMBOLS):
+        yield f"hybrid-layer-pattern: layers {symbol}"
+
+
 def _layer_parameters(
     read: Reader, hidden_size: int, layers: list[bool], gate: int, ffn: int
-) -> tuple[int, ...] | None:
+) -> tuple[int, ...]:
     """[L] weights of the matrices of each layer without its routed experts, within 1%.
 
     Norms, biases, learned positions and multi-token prediction are left out; linear attention
@@ -284,15 +306,30 @@ def _layer_parameters(
         gate: matrices of an FFN, 3 with a gate.
         ffn: FFN size of a dense layer.
     """
-    if read.value("vocab-size") is None or any(map(read.value, HYBRID_PATTERNS)):
-        return None
     latent, experts = read.optional("moe-latent-size") or 0, read.size("num-experts")
     shared = read.size("moe-shared-expert-intermediate-size", 0, least=0)
     attention = _attention_parameters(read, hidden_size)
     # Of an MoE layer besides its experts: router, shared experts, projections to the latent rows.
     beside = hidden_size * (experts + gate * shared + 2 * latent)
     dense = gate * hidden_size * ffn
+    pattern = _hybrid_pattern(read)
+    if pattern is not None:
+        # One symbol is either an attention, a Mamba layer or an FFN.
+        mamba = _mamba_parameters(read, hidden_size)
+        by_symbol = {"M": mamba, "*": attention, "+": attention, "-": dense, "E": beside}
+        return tuple(by_symbol[symbol] for symbol in pattern)
     return tuple(attention + (beside if has_experts else dense) for has_experts in layers)
+
+
+def _mamba_parameters(read: Reader, hidden_size: int) -> int:
+    """Weights of a Mamba-2 layer, whose inner size is 2 H unless its heads are given."""
+    state, head = read.size("mamba-state-dim", 128), read.size("mamba-head-dim", 64)
+    groups = read.size("mamba-num-groups", 8)
+    heads = read.size("mamba-num-heads", max(2 * hidden_size // head, 1))
+    inner, state_values = heads * head, 2 * groups * state
+    # From H to the gate, x, B, C and the step of each head; a convolution over 4 tokens; back to H.
+    into = hidden_size * (2 * inner + state_values + heads)
+    return into + 4 * (inner + state_values) + inner * hidden_size
 
 
 def _attention_parameters(read: Reader, hidden_size: int) -> int:
@@ -319,19 +356,31 @@ def _moe_layers(read: Reader) -> list[bool]:
     Raises:
         UserError: a pattern is none of Megatron's forms, or one of other layers.
     """
-    for name in HYBRID_PATTERNS:
-        if read.value(name) is not None:
-            # Parts of pipeline stages and of multi-token prediction are separated.
-            symbols = str(read.value(name)).split("/")[0].replace("|", "")
-            rule = f"a pattern of {' '.join(sorted(HYBRID_SYMBOLS))}"
-            read.require(bool(symbols) and set(symbols) <= HYBRID_SYMBOLS, name, rule)
-            return [symbol == EXPERTS_SYMBOL for symbol in symbols]
+    pattern = _hybrid_pattern(read)
+    if pattern is not None:
+        return [symbol == EXPERTS_SYMBOL for symbol in pattern]
     num_layers = read.size("num-layers")
     frequency = read.value("moe-layer-freq")
     layers = _pattern_of(1 if frequency is None else frequency, num_layers)
     rule = f"an integer >= 1, or a list of 0 and 1 for each of num-layers ({num_layers})"
     read.require(layers is not None, "moe-layer-freq", rule)
     return layers or []
+
+
+def _hybrid_pattern(read: Reader) -> str | None:
+    """The symbols of a hybrid pattern, one for each layer; None without a pattern.
+
+    Raises:
+        UserError: it has other symbols.
+    """
+    for name in HYBRID_PATTERNS:
+        if read.value(name) is not None:
+            # Parts of pipeline stages and of multi-token prediction are separated.
+            symbols = str(read.value(name)).split("/")[0].replace("|", "")
+            rule = f"a pattern of {' '.join(sorted(HYBRID_SYMBOLS))}"
+            read.require(bool(symbols) and set(symbols) <= HYBRID_SYMBOLS, name, rule)
+            return symbols
+    return None
 
 
 def _pattern_of(frequency: Any, num_layers: int) -> list[bool] | None:

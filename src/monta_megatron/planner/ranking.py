@@ -152,8 +152,14 @@ def rank_layouts(
         pp: pipeline stages; None for as many as it takes.
 
     Raises:
-        UserError: no layout fits.
+        UserError: no layout fits, or memory is limited and the parameters cannot be counted.
     """
+    if model.layer_parameters is None and cluster.memory_gb_per_rank is not None:
+        raise UserError(
+            f"--ep: not given, must be: the parameters of {model.name} cannot be counted "
+            f"({'; '.join(model.uncounted)}), so its layouts cannot be ranked by memory"
+        )
+
     # Step 1: the first number of stages with which each exchange fits.
     fitting: dict[tuple[int, int, int], ParallelLayout] = {}
     least_bytes = math.inf

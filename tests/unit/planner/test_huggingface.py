@@ -1,4 +1,4 @@
-"""Models from config.json: 20 published ones, what is named as unread, and refusals of one line."""
+"""Models from config.json: published ones, what is named as unread, and refusals of one line."""
 
 import ast
 import json
@@ -8,17 +8,23 @@ from typing import Any
 
 import golden
 import pytest
-from clusters import GOLDEN, num_parameters
+from clusters import GOLDEN, num_parameters, preset
 from published_configs import (
+    ACTIVATIONS,
     CONFIGS,
     NEEDS_TRANSFORMER_ENGINE,
     NO_PRESET,
     NUM_PARAMETERS,
     OF_THE_CLASS,
+    ROTARY_BASES,
+    SAVED,
+    SIGMOID_SCORES,
     model_of_config,
 )
 
+from monta_megatron.common.errors import UserError
 from monta_megatron.planner.model import load_arguments, load_model
+from monta_megatron.planner.ranking import rank_layouts
 
 PARAMETERS = {**NUM_PARAMETERS, **OF_THE_CLASS}
 # Presets of a family are its published model.
@@ -50,6 +56,54 @@ def test_a_published_config_is_its_published_model_or_preset(name: str) -> None:
         told = model.arguments.keys() & arguments.keys() - CHOSEN
         assert len(told) >= 15
         assert {key: model.arguments[key] for key in told} == {key: arguments[key] for key in told}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_router_activation_and_rotary_base_of_published_configs(name: str) -> None:
+    arguments = model_of_config(CONFIGS[name], name).arguments
+    scores = "sigmoid" if name in SIGMOID_SCORES else "softmax"
+    assert arguments.get("moe-router-score-function", "softmax") == scores
+    activations = {"swiglu", "quick-geglu", "squared-relu"} & arguments.keys()
+    assert activations == {ACTIVATIONS.get(name, "swiglu")}
+    if ROTARY_BASES[name] == 0:
+        assert arguments["position-embedding-type"] == "none"
+    else:
+        assert arguments["rotary-base"] == ROTARY_BASES[name]
+
+
+def test_files_saved_by_transformers() -> None:
+    """Two versions of one model, and families whose layers are in lists or follow a period."""
+    models = {name: model_of_config(data, name) for name, data in SAVED.items()}
+    old = models["qwen3_moe_of_transformers_4"]
+    new = models["qwen3_moe_of_transformers_5"]
+    assert new.arguments["rotary-base"] == old.arguments["rotary-base"] == 1_000_000
+    assert num_parameters(new) == num_parameters(old) == pytest.approx(30_532_122_624, rel=1e-3)
+    assert not new.uncounted and not old.uncounted
+
+    deepseek = models["deepseek_v4_published"]
+    assert deepseek.arguments["moe-router-score-function"] == "sqrtsoftplus"
+    assert deepseek.arguments["moe-router-enable-expert-bias"]
+    assert "o_lora_rank" in deepseek.uncounted
+
+    jamba = models["jamba"]
+    assert [layer for layer in range(32) if jamba.moe_layers[layer]] == list(range(1, 32, 2))
+    assert num_parameters(jamba) is None
+    assert "mamba_d_conv" in jamba.uncounted
+
+    nemotron = models["nemotron_h_of_transformers_5"]
+    assert nemotron.moe_layers == (False, True, False, False)
+    # Mamba with 128 heads of 64, 8 groups and 128 states; 8 experts and a shared one; attention
+    # with 32 and 8 heads of 128; an FFN; embedding and output layer. No gates.
+    mamba = 4096 * (2 * 8192 + 2 * 8 * 128 + 128) + 4 * (8192 + 2 * 8 * 128) + 8192 * 4096
+    experts = 9 * 2 * 4096 * 7688 + 4096 * 8
+    attention, dense = 4096 * 128 * 2 * (32 + 8), 2 * 4096 * 21504
+    assert num_parameters(nemotron) == mamba + experts + attention + dense + 2 * 131072 * 4096
+
+
+def test_layouts_are_not_ranked_without_a_count() -> None:
+    model = model_of_config(SAVED["jamba"], "jamba")
+    with pytest.raises(UserError, match=r"mamba_d_conv.*cannot be ranked by memory"):
+        rank_layouts(model, preset("h100_8x_ndr"), 16, None)
 
 
 def lines_of(name: str, **changes: Any) -> list[str]:

@@ -51,5 +51,8 @@ def test_no_layout_that_does_not_fit_is_ranked() -> None:
     with pytest.raises(ValueError, match=r"no \(tp, ep, etp\) with cp 1 and pp 4 fits"):
         rank_layouts(QWEN, cluster, 128, None, pp=4)
     # Whether a model fits whose parameters cannot be counted is not known.
-    unknown = replace(QWEN, layer_parameters=None)
-    assert rank_layouts(unknown, cluster, 128, None, pp=4)[0].needed_bytes is None
+    unknown = replace(QWEN, layer_parameters=None, uncounted=("vocab-size: not given",))
+    with pytest.raises(ValueError, match=r"vocab-size: not given.*cannot be ranked by memory"):
+        rank_layouts(unknown, cluster, 128, None, pp=4)
+    without_limit = replace(cluster, memory_gb_per_rank=None)
+    assert rank_layouts(unknown, without_limit, 128, None, pp=4)[0].needed_bytes is None
