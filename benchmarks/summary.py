@@ -194,7 +194,7 @@ def _auto_cells(point: Measured) -> dict[str, str]:
         "stock ms": f"{point.stock.median_ms:.1f}",
         "auto ms": f"{auto.median_ms:.1f}",
         "times faster": f"{auto.ratio_to_alltoall:.2f}",
-        "p10 to p90": f"{auto.p10_ms:.1f} to {auto.p90_ms:.1f}",
+        "spread": auto.spread,
         "fastest measured": fastest,
         "regret": "-" if regret is None else f"{regret:.3f}",
         "repeats": str(point.meta["settings"]["repeats"]),

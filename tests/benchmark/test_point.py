@@ -39,6 +39,34 @@ def test_times_are_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time_interleaved([list, list], repeats=1, on_repeat=list).tolist() == [[2e3, 2e3]]
 
 
+def test_a_gpu_times_single_runs_behind_one_that_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs of 1, 2, 3 ms and so on by the GPU's clock, of which the first is not timed."""
+    clock_ms, calls = [0.0], count(start=1)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.ms = clock_ms[0]
+
+        def elapsed_time(self, end: "Event") -> float:
+            return end.ms - self.ms
+
+    def run() -> None:
+        clock_ms[0] += next(calls)
+
+    monkeypatch.setattr(measure, "gpu_name", lambda: "a GPU")
+    monkeypatch.setattr(measure.torch.cuda, "Event", Event)
+    monkeypatch.setattr(measure.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "wait_for_all", lambda: None)
+    monkeypatch.setattr(measure.dist, "all_reduce", lambda values, op=None: None)
+    times_ms = time_interleaved([run], repeats=2, on_repeat=list)
+    assert times_ms.tolist() == [[ms] for ms in (*range(2, 12), *range(13, 23))]
+
+
 def test_times_are_the_slowest_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -99,7 +99,15 @@ def test_arguments_of_a_training() -> None:
 def test_the_report_says_where_auto_has_no_trials(tmp_path: Path, tune_steps: int) -> None:
     own = log_of([9, 9, 9], [1.0])
     rows = [compare("monta", [own], [own])]
-    report = ComparisonReport(rows=rows, left_out={}, tune_steps=tune_steps, directory=tmp_path)
+    report = ComparisonReport(
+        rows=rows,
+        left_out={},
+        tune_steps=tune_steps,
+        fused_permutation=tune_steps == 0,
+        directory=tmp_path,
+    )
+    assert ("stock ran without fused permutation" in report.text()) == (tune_steps != 0)
+    assert "versions: python " in report.text() and "torch" in report.text()
     assert ("trials: none, auto runs the planner's pick" in report.text()) == (not tune_steps)
     assert f"without the first {2 + tune_steps}" in report.text()
     assert report.document()["tune_steps"] == tune_steps
@@ -108,12 +116,14 @@ def test_the_report_says_where_auto_has_no_trials(tmp_path: Path, tune_steps: in
 def test_what_is_complete_survives_a_training_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(file: str, words: object, num_warmup: int, folder: Path, *_: object) -> TrainingLog:
+    def train(
+        file: str, words: object, num_warmup: int, folder: Path, *_: object
+    ) -> tuple[TrainingLog, bool]:
         started.append(folder.name)
         folder.mkdir(parents=True)
         if folder.name in ("flex-2", "monta-3"):
             raise UserError("no memory")
-        return log_of([9, 9, 9], [1.0])
+        return log_of([9, 9, 9], [1.0]), True
 
     monkeypatch.setattr(comparison, "train", train)
     monkeypatch.setattr(comparison, "find_spec", lambda name: name == "deep_ep")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from statistics import median
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ from monta_megatron.calibration import tasks
 from monta_megatron.calibration.tasks import Pair, Point, Sample, Task
 from monta_megatron.chains.program import COLLECTIVES, DISPATCH, FORWARD_BACKWARD, Policy
 from monta_megatron.planner.cluster import Contention, HostCosts
-from monta_megatron.planner.curves import NAMES, Curve
+from monta_megatron.planner.curves import NAMES, Curve, rising
 from monta_megatron.planner.traffic import num_host_operations
 
 Samples: TypeAlias = Mapping[Task, Sequence[Sample]]
@@ -43,9 +43,8 @@ class Medians:
     @property
     def curve_us(self) -> tuple[float, ...]:
         """Times without the start, of which none falls and none is below `MIN_US`."""
-        # Others on a machine only make runs longer: a size takes no longer than a larger one.
-        rising_us = list(accumulate(reversed(self.times_us), min))[::-1]
-        return tuple(max(round(us - self.start_us, 1), MIN_US) for us in rising_us)
+        times_us = rising(self.times_us)
+        return tuple(max(round(us - self.start_us, 1), MIN_US) for us in times_us)
 
 
 def medians_of(

@@ -3,7 +3,10 @@
 import json
 import os
 import platform
+import re
 import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,9 +112,43 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and of the packages involved; None for one that is not installed."""
-    packages = ("monta-megatron", "megatron-core", "torch", "numpy")
-    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
+    """The versions of Python, the packages involved, NCCL and the GPU's driver; None if absent.
+
+    NCCL is that of torch where torch is imported, else that of its package.
+    """
+    packages = ("monta-megatron", "megatron-core", "torch", "triton", "transformer-engine", "numpy")
+    return {
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in packages},
+        "nccl": _nccl_version(),
+        "driver": _driver_version(),
+    }
+
+
+def versions_text(found: Mapping[str, str | None]) -> str:
+    """Versions in one line, without what is absent."""
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
+
+
+def _nccl_version() -> str | None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        found = (version_of(f"nvidia-nccl-cu{cuda}") for cuda in (13, 12))
+        return next(filter(None, found), None)
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+# "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue ..."
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def _driver_version() -> str | None:
+    if not DRIVER.exists():
+        return None
+    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", DRIVER.read_text())
+    return match and match[1]
 
 
 def version_of(package: str) -> str | None:

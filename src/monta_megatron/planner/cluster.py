@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -23,6 +23,13 @@ from monta_megatron.planner.curves import (
 
 # If a cluster has no curve for an operation, this similar operation stands in for it.
 STANDS_IN: dict[PricedOperation, PricedOperation] = {"allgather": "alltoall", "sum": "copy"}
+
+# Of an operation, in us; a number above it was meant in other units.
+MAX_START_US = 1e6
+# Several others on a resource; two that share it evenly slow each other by 2.
+MAX_CONTENTION = 4.0
+# The most of any machine that is sold: EFA on an AWS p5, and the memory of an AMD MI355X.
+MAX_NICS_PER_HOST, MAX_MEMORY_GB = 32, 310
 
 # A resource is slower by a factor while another is busy: 1 if it is not affected, 2 if it runs at
 # half its rate.
@@ -51,6 +58,8 @@ class Link:
     source: Text
 
     def __post_init__(self) -> None:
+        rule = f"be at most {MAX_START_US:,.0f}, a second"
+        require(self.start_us <= MAX_START_US, "start_us", self.start_us, rule)
         if self.curves is not None:
             known = published_curves()
             require(self.curves in known, "curves", self.curves, f"be one of {', '.join(known)}")
@@ -107,6 +116,11 @@ class HostCosts:
     source: Text
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            if entry.name.endswith("_us"):
+                time_us = getattr(self, entry.name)
+                rule = f"be at most {MAX_START_US:,.0f}, a second"
+                require(time_us <= MAX_START_US, entry.name, time_us, rule)
         if self.range is not None:
             low, high = self.range
             require(low <= self.speed <= high, "range", [low, high], f"hold speed, {self.speed:g}")
@@ -165,7 +179,36 @@ class Cluster:
             name, is_read = f"{NAMES[resource]}.curves", resource == "intra" or link.curves is None
             require(is_read, name, link.curves, "be left out: node_link alone has published curves")
         for *_, factor in self.contention:
-            require(factor >= 1, "contention", factor, "be a factor >= 1")
+            holds = 1 <= factor <= MAX_CONTENTION
+            require(holds, "contention", factor, f"be a factor from 1 to {MAX_CONTENTION:g}")
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Values of the file that are allowed and hardly meant, for the notes of a plan."""
+        ranks, nics, found = self.ranks_per_node, self.nics_per_node, []
+        if ranks % nics and nics % ranks:
+            found.append(
+                f"nics_per_node {nics} does not divide ranks_per_node {ranks}: ranks are taken to "
+                "have equal shares of the interfaces"
+            )
+        nics_per_host = nics * (self.ranks_per_host or ranks) / ranks
+        if nics_per_host > MAX_NICS_PER_HOST:
+            found.append(
+                f"nics_per_node {nics}: {nics_per_host:g} of a host, and no machine has more than "
+                f"{MAX_NICS_PER_HOST}"
+            )
+        if self.memory_gb_per_rank is not None and self.memory_gb_per_rank > MAX_MEMORY_GB:
+            found.append(
+                f"memory_gb_per_rank {self.memory_gb_per_rank:g}: no GPU has more than "
+                f"{MAX_MEMORY_GB}"
+            )
+        found += [
+            f"curve {curve.operation} {NAMES[curve.resource]} {curve.group_size} falls: a larger "
+            "size takes less than a smaller one, so a plan may get faster with more tokens"
+            for curve in self.curves
+            if curve.falls
+        ]
+        return tuple(found)
 
     @cached_property
     def links(self) -> dict[Resource, Link]:

@@ -9,10 +9,10 @@ import csv
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import linear_regression
 from typing import ClassVar, Literal, TypeAlias, get_args
 
@@ -164,6 +164,11 @@ class Curve:
         )
         return min(max(first, 0.0), self.times_us[0] / self.sizes_bytes[0]), max(last, 0.0)
 
+    @property
+    def falls(self) -> bool:
+        """Whether a size takes less than a smaller one."""
+        return any(next_us < us for us, next_us in pairwise(self.times_us))
+
     def at_rate(self, ratio: float) -> "Curve":
         """A curve where a byte takes `1 / ratio` of its time on the link.
 
@@ -178,7 +183,15 @@ class Curve:
         for size, time in zip(self.sizes_bytes, self.times_us, strict=True):
             link_us = min(size * us_per_byte, time)
             times.append(max(time - link_us + link_us / ratio, min(start_us, time)))
-        return replace(self, times_us=tuple(times))
+        return replace(self, times_us=tuple(rising(times)))
+
+
+def rising(times_us: Sequence[float]) -> list[float]:
+    """Times of ascending sizes without noise: a size takes no longer than a larger one.
+
+    Others on a machine only make runs longer, so the smaller time is the right one.
+    """
+    return list(accumulate(reversed(times_us), min))[::-1]
 
 
 # Tables of published times, by GPU, operation and ranks.
@@ -191,7 +204,8 @@ OPERATIONS: dict[str, PricedOperation] = {"alltoall": "alltoall", "all_gather": 
 def published_curves() -> dict[str, tuple[Curve, ...]]:
     """NCCL's published times inside a node: GPU -> its curves, by operation and ranks.
 
-    The tables count a rank's part for itself, which leaves no rank: (ranks - 1) / ranks do.
+    The tables count a rank's part for itself, which leaves no rank: (ranks - 1) / ranks do. Times
+    that fall by noise are smoothed.
     """
     points: dict[tuple[str, str, int], list[tuple[int, float]]] = {}
     lines = PUBLISHED.read_text(encoding="utf-8").splitlines()
@@ -209,7 +223,7 @@ def published_curves() -> dict[str, tuple[Curve, ...]]:
             resource="intra",
             group_size=ranks,
             sizes_bytes=sizes,
-            times_us=times,
+            times_us=tuple(rising(times)),
         )
         curves[gpu] = (*curves.get(gpu, ()), curve)
     return curves

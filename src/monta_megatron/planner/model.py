@@ -270,6 +270,7 @@ def model_of(
 
 def _state_bytes(read: Reader) -> tuple[int, int, int]:
     """Bytes of a parameter, its gradient, and its master weight and two moments in Adam."""
+    read.require(not (read.flag("bf16") and read.flag("fp16")), "fp16", "left out with bf16")
     names = ("main-grads", "main-params", "exp-avg", "exp-avg-sq")
     gradient, master, *moments = (read.bytes_of(f"{name}-dtype", 4) for name in names)
     if read.flag("bf16"):

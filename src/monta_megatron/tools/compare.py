@@ -162,7 +162,7 @@ def run_trainings(
             folder = directory / f"{dispatcher}-{pair + 1}"
             words = megatron_words(megatron, dispatcher, iterations)
             try:
-                log = train(file, words, num_warmup, folder, force, tell)
+                log, fused = train(file, words, num_warmup, folder, force, tell)
                 logs.setdefault(dispatcher, []).append(log)
             except UserError as error:
                 if dispatcher != FLEX:
@@ -170,6 +170,7 @@ def run_trainings(
                 left_out[FLEX] = str(error)
         report = ComparisonReport(
             rows=[compare(name, logs[STOCK], own, num_warmup) for name, own in logs.items()],
+            fused_permutation=fused,
             left_out=left_out,
             tune_steps=tune_steps,
             directory=directory,
@@ -204,8 +205,11 @@ def megatron_words(given: Sequence[str], dispatcher: str, iterations: int) -> li
 
 def train(
     file: str, words: Sequence[str], num_warmup: int, folder: Path, force: bool, tell: Tell
-) -> TrainingLog:
-    """Run one training in its folder, as `monta launch` does; returns its log.
+) -> tuple[TrainingLog, bool]:
+    """Run one training in its folder, as `monta launch` does.
+
+    Returns:
+        Its log, and whether it permutes by Transformer Engine's fused kernels.
 
     A collective that hangs ends it after Megatron's --distributed-timeout-minutes.
 
@@ -227,7 +231,7 @@ def train(
     if not all(map(math.isfinite, log.losses.values())):
         raise UserError(f"{path}: must have losses that are finite")
     tell(f"{folder.name}: {log.iteration_ms(num_warmup):,.1f} ms an iteration")
-    return log
+    return log, bool(run.arguments.get("moe-permute-fusion"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,12 +242,14 @@ class ComparisonReport:
         rows: a row for each dispatcher.
         left_out: dispatcher -> why it is not compared, or not in all pairs.
         tune_steps: iterations in which auto tries its candidates; 0: it runs the planner's pick.
+        fused_permutation: whether the trainings, stock's too, permute by fused kernels.
         directory: folder of the run directories, DISPATCHER-PAIR.
     """
 
     rows: Sequence[Compared]
     left_out: Mapping[str, str]
     tune_steps: int
+    fused_permutation: bool
     directory: Path
 
     def text(self) -> str:
@@ -265,11 +271,14 @@ class ComparisonReport:
         lines += [f"{name} is left out: {why}" for name, why in self.left_out.items()]
         if not self.tune_steps:
             lines.append(f"trials: none, auto runs the planner's pick (--{TUNE_STEPS} 0)")
+        if not self.fused_permutation:
+            lines.append("stock ran without fused permutation (--moe-permute-fusion)")
         lines += [
             f"ms: median of an iteration, without the first {NUM_WARMUP + self.tune_steps}",
             "ratio: alltoall's time over this one's, mean and interval over the pairs",
             "memory: the most that a rank logged, in the first two iterations",
             "loss difference: the largest of an iteration; Megatron logs seven digits",
+            f"versions: {files.versions_text(files.versions())}",
             f"directory: {self.directory}",
         ]
         return "\n".join(lines)
@@ -280,6 +289,7 @@ class ComparisonReport:
             "rows": [asdict(row) for row in self.rows],
             "left_out": dict(self.left_out),
             "tune_steps": self.tune_steps,
+            "fused_permutation": self.fused_permutation,
             "directory": str(self.directory),
             "versions": files.versions(),
             "machine": files.machine(),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import OPERATIONS, PUBLISHED, Curve, published_curves
+from monta_megatron.tools.plan.request import PlanRequest, plan_request
 
 
 def curve(points: dict[int, float], group_size: int = 2) -> Curve:
@@ -148,7 +149,9 @@ def test_published_curves_are_those_of_the_table_to_the_digit() -> None:
             ranks, num_curves = each.group_size, num_curves + 1
             points = published_points()[gpu, names[each.operation], ranks]
             moved = {size * (ranks - 1) // ranks: us for size, us in points.items()}
-            assert dict(zip(each.sizes_bytes, each.times_us, strict=True)) == moved
+            # A time that a larger size undercuts is noise.
+            smooth = {n: min(us for size, us in moved.items() if size >= n) for n in moved}
+            assert dict(zip(each.sizes_bytes, each.times_us, strict=True)) == smooth
     assert num_curves == 2 * 2 * 3
     # 8 ranks, 64 MiB each, of which 7/8 leave a rank.
     us = preset("h100_8x_ndr").time_us("alltoall", "intra", 7 * 2**23, 8)
@@ -178,3 +181,55 @@ def test_measured_messages_on_efa(case: dict[str, float]) -> None:
     cluster = preset("h100_efa_p5")
     found_us = cluster.time_us("alltoall", "inter", case["num_bytes"], int(case["ranks"]), 8)
     assert found_us == pytest.approx(case["us"], rel=case["within"])
+
+
+def test_published_curves_do_not_fall_at_any_rate() -> None:
+    """Nor do those of other GPUs, which are made from them."""
+    curves = [entry for of_gpu in published_curves().values() for entry in of_gpu]
+    assert not any(entry.at_rate(ratio).falls for entry in curves for ratio in (0.5, 1, 1.7, 4))
+
+
+PRESETS = sorted(path.stem for path in (CONFIGS / "clusters").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_candidate_gets_faster_with_more_tokens(name: str) -> None:
+    """Ours in every number of chunks and stock's, in a node and over two.
+
+    The choice itself may: a plainer chain is preferred to one that is little faster.
+    """
+    cluster = preset(name)
+    for ep in (cluster.ranks_per_node, 2 * cluster.ranks_per_node):
+        if 128 % ep or ep > cluster.num_ranks:
+            continue
+        fewer: dict[tuple[str, int | None], float] = {}
+        for tokens in (2**power for power in range(15)):
+            request = PlanRequest(
+                model="qwen3_30b_a3b", cluster=cluster, world_size=ep, tp=1, ep=ep, tokens=tokens
+            )
+            plan = plan_request(request).plan
+            times_us = {
+                (candidate.chain, candidate.num_chunks): candidate.predicted_us
+                for candidate in plan.candidates
+                if candidate.predicted_us is not None
+            }
+            times_us |= {(f"stock {chain}", None): us for chain, us in plan.stock_times_us.items()}
+            for key, us in times_us.items():
+                # Sums in another order may differ in the last bits.
+                assert us >= fewer.get(key, 0.0) * (1 - 1e-9), (key, tokens)
+            fewer = times_us
+
+
+def test_values_that_are_hardly_meant_are_noted() -> None:
+    assert not any(preset(name).doubts for name in PRESETS)
+    assert not cluster(CURVE).doubts
+    falling = cluster(curve({1_000: 9.0, 2_000: 8.0}), nics=3, memory_gb_per_rank=500.0)
+    uneven, memory, falls = falling.doubts
+    assert uneven.startswith("nics_per_node 3 does not divide ranks_per_node 4")
+    assert memory == "memory_gb_per_rank 500: no GPU has more than 310"
+    assert falls.startswith("curve alltoall network 2 falls")
+    (many,) = cluster(CURVE, nics=64).doubts
+    assert many == "nics_per_node 64: 64 of a host, and no machine has more than 32"
+    # In a rack each host counts.
+    rack = cluster(CURVE, ranks=64, nics=64, ranks_per_host=4)
+    assert not rack.doubts

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,13 @@ from monta_megatron.tools.bench.candidates import (
     BenchCandidate,
     build_experts,
     initialize_groups,
+    layer_config,
     make_batch,
     no_experts,
     run_candidate,
     with_candidates,
 )
-from monta_megatron.tools.bench.report import MismatchError, Report, Row
+from monta_megatron.tools.bench.report import MIN_FOR_PERCENTILES, MismatchError, Report, Row
 from monta_megatron.tools.bench.settings import Settings
 from monta_megatron.tools.record import record
 from monta_megatron.tools.stock_collectives import sent_by
@@ -59,6 +61,8 @@ from monta_megatron.tools.stock_collectives import sent_by
 MICRO_BATCHES = 4
 # Settings that are fields of a row.
 ROW_SETTINGS = ("tokens", "top_k", "routing", "tp", "ep", "etp")
+# Timed runs of a repeat on GPUs.
+IN_A_ROW = 10
 # Columns after which the signs of `signed_experts` repeat: those of 1,024 parts differ.
 SIGN_BITS = 10
 
@@ -144,6 +148,7 @@ def provenance(bench: Bench) -> dict[str, Any]:
         "nodes": list(bench.nodes),
         "emulated_cluster": None if bench.emulated is None else asdict(bench.emulated),
         "skipped": dict(bench.skipped),
+        "fused_permutation": layer_config(bench.settings).moe_permute_fusion,
     }
 
 
@@ -175,7 +180,8 @@ def _time(
     for candidate, ms, (inter_bytes, intra_bytes) in zip(
         candidates, times_ms.T, sent_bytes, strict=True
     ):
-        p10_ms, median_ms, p90_ms = np.percentile(ms, [10, 50, 90]).tolist()
+        min_ms, p10_ms, median_ms, p90_ms, max_ms = np.percentile(ms, [0, 10, 50, 90, 100]).tolist()
+        has_percentiles = len(ms) >= MIN_FOR_PERCENTILES
         predicted_ms = _predicted_ms(bench, candidate, phase) if scope == "exchange" else None
         rows.append(
             Row(
@@ -187,8 +193,10 @@ def _time(
                 phase=phase,
                 inter_mbit=bench.emulated.inter_mbit if bench.emulated else None,
                 median_ms=median_ms,
-                p10_ms=p10_ms,
-                p90_ms=p90_ms,
+                min_ms=min_ms,
+                max_ms=max_ms,
+                p10_ms=p10_ms if has_percentiles else None,
+                p90_ms=p90_ms if has_percentiles else None,
                 inter_bytes=inter_bytes,
                 intra_bytes=intra_bytes,
                 pct_of_limit=least_ms and 100 * least_ms / median_ms,
@@ -300,17 +308,17 @@ def run_counted(
 def time_interleaved(
     runs: Sequence[Callable[[], object]], repeats: int, on_repeat: Callable[[], None]
 ) -> NDArray[np.float64]:
-    """[repeats, runs] time of the slowest rank in ms; each repeat in a random order.
+    """[N, runs] times of single runs in ms, each that of its slowest rank.
 
     Args:
-        runs: one function per candidate, called by all ranks together.
-        repeats: times of each; on GPUs the mean of some calls in a row.
+        runs: one function per candidate, called by all ranks together, in an order of its own in
+            each repeat.
+        repeats: of all of them; N is the same on CPU ranks, and 10 times as many on GPUs.
         on_repeat: called after each repeat.
     """
-    times_ms = torch.zeros(repeats, len(runs), dtype=torch.float64)
+    in_a_row, time_runs = (1, _time_one) if gpu_name() is None else (IN_A_ROW, _time_in_a_row)
+    times_ms = torch.zeros(repeats, in_a_row, len(runs), dtype=torch.float64)
     orders = np.random.default_rng(0)
-    # Ranks do not leave the barrier at once, which counts where an exchange takes a millisecond.
-    in_a_row = 1 if gpu_name() is None else 10
     # No garbage is collected inside a run, and none of the objects that exist already.
     gc.freeze()
     gc.disable()
@@ -320,17 +328,35 @@ def time_interleaved(
             # The same on all ranks; a rotation would give each run the same predecessor throughout.
             for position in orders.permutation(len(runs)):
                 wait_for_all()
-                start = time.perf_counter()
-                for _ in range(in_a_row):
-                    runs[position]()
-                torch.cuda.synchronize()
-                times_ms[repeat, position] = (time.perf_counter() - start) * 1e3 / in_a_row
+                times_ms[repeat, :, position] = torch.tensor(time_runs(runs[position]))
             on_repeat()
     finally:
         gc.enable()
         gc.unfreeze()
     dist.all_reduce(times_ms, op=dist.ReduceOp.MAX)
-    return times_ms.numpy()
+    return times_ms.flatten(end_dim=1).numpy()
+
+
+def _time_one(run: Callable[[], object]) -> list[float]:
+    """A run by the host's clock."""
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return [(time.perf_counter() - start) * 1e3]
+
+
+def _time_in_a_row(run: Callable[[], object]) -> list[float]:
+    """Runs by the GPU's clock, behind one that is not timed.
+
+    Ranks do not leave the barrier at once, which counts where an exchange takes a millisecond: that
+    run waits for the last of them.
+    """
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(IN_A_ROW + 1)]
+    for event in events:
+        run()
+        event.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in pairwise(events)]
 
 
 def limit_ms(bench: Bench, phase: Phase) -> float | None:

@@ -4,7 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from monta_megatron.common.files import versions_text
 from monta_megatron.common.text import table
+
+# With fewer runs a percentile is hardly more than the shortest or the longest of them.
+MIN_FOR_PERCENTILES = 10
 
 
 class MismatchError(Exception):
@@ -23,7 +27,8 @@ class Row:
         phase: "forward" (dispatch and combine) or "forward_backward".
         tokens, top_k, routing, tp, ep, etp: of the benchmark; tokens of a rank.
         inter_mbit: rate that the emulated interfaces were set to, or None.
-        median_ms, p10_ms, p90_ms: median and percentiles of the slowest rank's times.
+        median_ms, min_ms, max_ms: of single runs, each the time of its slowest rank.
+        p10_ms, p90_ms: percentiles of them; None where there are fewer than `MIN_FOR_PERCENTILES`.
         inter_bytes, intra_bytes: payload that changes node, or rank inside a node, summed over
             ranks, in this phase.
         pct_of_limit: the least time in which the rows that must cross can cross, in percent of the
@@ -46,14 +51,23 @@ class Row:
     etp: int
     inter_mbit: float | None
     median_ms: float
-    p10_ms: float
-    p90_ms: float
+    min_ms: float
+    max_ms: float
+    p10_ms: float | None
+    p90_ms: float | None
     inter_bytes: int
     intra_bytes: int
     pct_of_limit: float | None
     ratio_to_alltoall: float
     predicted_ms: float | None = None
     chosen: bool = False
+
+    @property
+    def spread(self) -> str:
+        """From the 10th to the 90th percentile, or of all runs where there are too few for that."""
+        if self.p10_ms is None or self.p90_ms is None:
+            return f"{_short(self.min_ms)} to {_short(self.max_ms)}"
+        return f"{_short(self.p10_ms)} to {_short(self.p90_ms)}"
 
     @property
     def name(self) -> str:
@@ -93,10 +107,12 @@ class Report:
             for (scope, phase), rows in cells.items()
         ]
         notes = list(self.meta["busy"])
+        if not self.meta["fused_permutation"]:
+            notes.append("stock ran without fused permutation: no Transformer Engine is installed")
         notes += [f"left out: {name}: {why}" for name, why in self.meta["skipped"].items()]
         if any(row.routing != "uniform" and row.predicted_ms is not None for row in self.rows):
             notes.append("predicted: for uniform routing, which this is not")
-        return "\n\n".join([*tables, *notes])
+        return "\n\n".join([*tables, "\n".join([*notes, versions_text(self.meta["versions"])])])
 
 
 def _cells(row: Row) -> dict[str, str | None]:
@@ -104,7 +120,7 @@ def _cells(row: Row) -> dict[str, str | None]:
     return {
         "chain x chunks": row.name,
         ">ms": _short(row.median_ms),
-        ">p10 to p90": f"{_short(row.p10_ms)} to {_short(row.p90_ms)}",
+        ">min to max" if row.p10_ms is None else ">p10 to p90": row.spread,
         ">inter": _short(row.inter_bytes / 1e6),
         ">intra": _short(row.intra_bytes / 1e6),
         ">limit": None if row.pct_of_limit is None else f"{row.pct_of_limit:.0f}%",

@@ -140,7 +140,7 @@ def plan_request(request: PlanRequest, node_size: int | None = None, **settings:
         cluster=cluster,
         layout=layout,
         ranking=ranking,
-        plan=replace(plan, notes=(*notes, *model.notes)),
+        plan=replace(plan, notes=(*notes, *cluster.doubts, *model.notes)),
         memory=training_memory(model, cluster, layout, tokens),
         benefit=replace(plan.benefit, num_moe_layers=layers, num_micro_batches=number),
     )
