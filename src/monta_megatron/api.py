@@ -14,32 +14,53 @@ if TYPE_CHECKING:
     from monta_megatron.integration.layer import LayerStatistics
     from monta_megatron.planner.cluster import Cluster
     from monta_megatron.planner.model import Model
-    from monta_megatron.planner.plan import Plan
+    from monta_megatron.tools.plan.request import Planned
 
 
 def plan(
     *,
     model: str | Path | Model,
     cluster: str | Path | Cluster,
-    **settings: Any,
-) -> Plan:
-    """Choose the chain and the number of chunks, as `monta plan` does. Needs no torch.
+    world_size: int | None = None,
+    tp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    cp: int | None = None,
+    pp: int | None = None,
+    ranks_per_node: int | None = None,
+    tokens: int | None = None,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    global_batch_size: int | None = None,
+) -> Planned:
+    """Choose layout, chain and number of chunks, as `monta plan` does. Needs no torch.
 
     Args:
         model: a file (ours, or a config.json of Hugging Face), a preset by its name, or a `Model`.
         cluster: a file, a preset by its name, or a `Cluster`.
-        settings: fields of `tools.plan.request.PlanRequest`, such as world_size, tp, ep, etp, cp,
-            pp, tokens and seq_length. Without tp, ep and etp: the best of all layouts that fit.
+        world_size: number of all ranks; None for those of the cluster.
+        tp, ep, etp: tensor, expert and expert tensor parallel size. Without any of them all layouts
+            that fit are ranked, and the best is planned.
+        cp, pp: context and pipeline parallel size.
+        ranks_per_node: ranks that the job uses of each node, or host; None for all of them.
+        tokens: tokens per rank; None for those of the batch.
+        seq_length, micro_batch_size: tokens per sequence, and sequences per micro-batch; None for
+            the model's.
+        global_batch_size: sequences of an iteration, for what an iteration gains.
+
+    Returns:
+        The best chain of ours beside stock, what is recommended, and `layout`, `memory`, `ranking`
+        (None for a layout that was named) and `benefit`.
 
     Raises:
         ValueError: an argument is wrong, or no chain can run.
     """
+    given = dict(locals())
     from monta_megatron.common import strict_yaml
     from monta_megatron.tools.plan.request import PlanRequest, plan_request
 
     # Checked as the command line checks its flags.
-    given = {"model": model, "cluster": cluster, **settings}
-    return plan_request(strict_yaml.build(PlanRequest, given, "")).plan
+    return plan_request(strict_yaml.build(PlanRequest, given, ""))
 
 
 def statistics() -> list[LayerStatistics]:

@@ -10,7 +10,6 @@ from commands import Monta
 from run_python import run_python
 
 import monta_megatron
-from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.model import load_model
 
@@ -43,8 +42,19 @@ def test_it_is_there_on_a_bare_machine() -> None:
 
 def test_a_plan_is_that_of_the_command(monta: Monta) -> None:
     document = monta.document("plan", *FLAGS, "--tokens", "512")
-    of_plan = json.loads(json.dumps(strict_yaml.plain(monta_megatron.plan(**NAMES, tokens=512))))
-    assert {name: document[name] for name in of_plan} == of_plan
+    planned = monta_megatron.plan(**NAMES, tokens=512)
+    assert document == json.loads(json.dumps(planned.document()))
+    assert planned.ranking is None and (planned.layout.ep, planned.layout.etp) == (8, 2)
+    assert document["memory"]["needed_bytes"] == planned.memory.needed_bytes
+
+
+def test_a_plan_has_the_chosen_layout_and_the_ranking() -> None:
+    planned = monta_megatron.plan(model="qwen3_30b_a3b", cluster="a100_hdr", world_size=16)
+    assert planned.ranking is not None
+    best = planned.ranking[0]
+    assert all(getattr(best, name) == size for name, size in vars(planned.layout).items())
+    assert (best.recommended, best.recommended_us) == (planned.recommended, planned.recommended_us)
+    assert best.needed_bytes == planned.memory.needed_bytes
 
 
 def test_names_files_and_objects_are_the_same() -> None:

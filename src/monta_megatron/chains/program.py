@@ -80,9 +80,19 @@ DISPATCH_BACKWARD = Pass(name="dispatch_backward", transpose=True, probs=True)
 COMBINE_BACKWARD = Pass(name="combine_backward", transpose=False)
 
 FORWARD = (DISPATCH, COMBINE)
-FORWARD_BACKWARD = (DISPATCH, COMBINE, COMBINE_BACKWARD, DISPATCH_BACKWARD)
-Phase: TypeAlias = Literal["forward", "forward_backward"]
-PASSES: dict[Phase, tuple[Pass, ...]] = {"forward": FORWARD, "forward_backward": FORWARD_BACKWARD}
+BACKWARD = (COMBINE_BACKWARD, DISPATCH_BACKWARD)
+FORWARD_BACKWARD = (*FORWARD, *BACKWARD)
+Phase: TypeAlias = Literal["forward", "forward_backward", "recomputed"]
+PASSES: dict[Phase, tuple[Pass, ...]] = {
+    "forward": FORWARD,
+    "forward_backward": FORWARD_BACKWARD,
+    # Activations that were dropped are computed again before the backward passes.
+    "recomputed": (
+        *FORWARD,
+        *(each._replace(name=f"{each.name}_again") for each in FORWARD),
+        *BACKWARD,
+    ),
+}
 
 
 class RowFormat(NamedTuple):

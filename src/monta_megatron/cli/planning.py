@@ -74,7 +74,7 @@ def run_plan(parsed: argparse.Namespace) -> int:
           --sweep tokens=512,1k,2k,4k,8k
     """
     _check_plan(parsed)
-    from monta_megatron.planner.plan import share_of
+    from monta_megatron.planner.benefit import share_of
     from monta_megatron.tools.plan.report import PlanReport
     from monta_megatron.tools.plan.request import PlanRequest, plan_request
 
@@ -90,7 +90,8 @@ def run_plan(parsed: argparse.Namespace) -> int:
         from monta_megatron.tools.training_log import read_log
 
         log = read_log(parsed.log)
-        request, iteration_ms, ran = log.request(request), log.iteration_ms(), log.dispatcher
+        request = log.request(request, str(parsed.log))
+        iteration_ms, ran = log.iteration_ms(), log.dispatcher
     planned = plan_request(request)
     if parsed.out is not None:
         from monta_megatron.tools.plan.report import write_run
@@ -99,7 +100,7 @@ def run_plan(parsed: argparse.Namespace) -> int:
         tell("plan", f"wrote {parsed.out}")
     share = None
     if iteration_ms is not None:
-        share = share_of(iteration_ms, ran, planned.plan.stock_times_us.get(ran), planned.benefit)
+        share = share_of(iteration_ms, ran, planned, planned.benefit)
     report = PlanReport(planned=planned, share=share, chain=parsed.chain, with_stages=parsed.stages)
     print_report(report, parsed.json)
     return 0

@@ -54,6 +54,11 @@ def size_text(num_bytes: float | None) -> str:
     return _in_units(num_bytes, num_bytes, units) if num_bytes else "-"
 
 
+def number_text(number: float) -> str:
+    """A large number in three digits: "30.5 B", B being 1e9, "671 B", "85 M"."""
+    return _in_units(number, number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)))
+
+
 def time_text(time_us: float, beside_us: float = 0.0) -> str:
     """A time in three digits and us, ms or s: the unit of the larger of it and `beside_us`."""
     return _in_units(time_us, max(time_us, beside_us), (("s", 1e6), ("ms", 1e3), ("us", 1.0)))

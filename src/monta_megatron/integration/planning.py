@@ -21,6 +21,7 @@ from monta_megatron.integration.options import OPTION_NAMES, Options
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.plan import NUM_CHUNKS
 from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.training import auto_problem, chain_problem, phase_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -74,12 +75,13 @@ def planner_for(
         each
         for each in CHAINS.values()
         if incompatibility(each, config, layout) is None
-        and not (permuted_only and each.rows == "tokens")
+        and auto_problem(each, permuted_only) is None
     )
     return _planner(
         chains=chains,
         num_chunks=NUM_CHUNKS if num_chunks is None else (num_chunks,),
         splits_experts=splits_experts and any(each.rows == "tokens" for each in chains),
+        phase=phase_of(config),
         shape=shape_of(config, layout),
         cluster=cluster,
     )
@@ -90,18 +92,7 @@ def incompatibility(chain: Chain, config: "TransformerConfig", layout: Layout) -
     # Not at the top: it imports Megatron, and Megatron's import imports this file.
     from monta_megatron.integration.count_sources import demands_order
 
-    if chain.rows == "tokens" and getattr(config, "moe_pad_expert_input_to_capacity", False):
-        return (
-            "its rows are tokens, and moe_pad_expert_input_to_capacity pads permuted tokens; take "
-            "auto, alltoall or alltoall_allgather, or leave the padding out"
-        )
-    # Megatron's unpermute adds by EP rank, then by expert, in fp32, and rounds once.
-    if chain.rows == "tokens" and demands_order(config):
-        return (
-            "batch_invariant_mode wants the rows of a token added by EP rank, then by expert, and "
-            "rounded once; alltoall and alltoall_allgather do so"
-        )
-    return chain.incompatibility(layout)
+    return chain_problem(chain, config, demands_order(config)) or chain.incompatibility(layout)
 
 
 def check_chain_runs(options: Options, config: "TransformerConfig", layout: Layout) -> None:
@@ -143,6 +134,7 @@ def agreed_config(
         "whether communicators overlap": communicators_overlap() if is_priced else None,
         "permuted_only": permuted_only,
         **{name: str(getattr(config, name, None)) for name in AGREED_FIELDS},
+        "passes of an exchange": phase_of(config),
         **{
             f"{setting} of {name} (--nccl-communicator-config-path)": value
             for name, group in groups.items()

@@ -1,20 +1,21 @@
 """Supported Megatron-Core versions, and the Megatron settings that are refused, with the reason.
 
-`UNSUPPORTED` is refused always, `UNSUPPORTED_WITH_OVERLAP` with moe_monta_overlap_experts: settings
-that Megatron takes with alltoall, and with which results would be wrong, ranks would wait for ever,
-or nothing has been tested. `check_supported` is asked about the parsed arguments, then about every
-configuration, and at last by all ranks of an expert group together (`layer_setup`).
+`UNSUPPORTED` of `planner.training`, which plans read as well, is refused always, and
+`UNSUPPORTED_WITH_OVERLAP` with moe_monta_overlap_experts: settings that Megatron takes with
+alltoall, and with which results would be wrong, ranks would wait for ever, or nothing has been
+tested. `check_supported` is asked about the parsed arguments, then about every configuration, and
+at last by all ranks of an expert group together (`layer_setup`).
 tests/dist/test_supported_settings.py and test_overlap_experts.py run the settings that work.
 """
 
 import os
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from monta_megatron.common import __version__
 from monta_megatron.common.errors import UserError
 from monta_megatron.integration.options import Options, etp_size_of
+from monta_megatron.planner.training import UNSUPPORTED, Unsupported
 
 # First supported release, and first unsupported one after it.
 SUPPORTED = ((0, 16), (0, 21))
@@ -47,47 +48,6 @@ def is_supported(version: str) -> bool:
         return False
     return SUPPORTED[0] <= (int(numbers[1]), int(numbers[2])) < SUPPORTED[1]
 
-
-class Unsupported(NamedTuple):
-    """A setting that is not supported.
-
-    Attributes:
-        setting: a field of TransformerConfig.
-        reason: why not, and what to do.
-        condition: holds for a configuration that asks for it; None if the field is true then.
-    """
-
-    setting: str
-    reason: str
-    condition: Callable[[Any], bool] | None = None
-
-
-def _graphs_whole_exchange(config: Any) -> bool:
-    implementation = getattr(config, "cuda_graph_impl", "none")
-    if implementation == "none":
-        return False
-    # A deprecated name, if set, wins over its successor; a text, or a list of texts or enums.
-    fields = ("cuda_graph_scope", "cuda_graph_scope_deprecated", "cuda_graph_modules")
-    given: Any = next(filter(None, (getattr(config, name, None) for name in fields)), [])
-    modules = given.split(",") if isinstance(given, str) else given
-    names = {getattr(module, "name", str(module)) for module in modules} - {"full"}
-    # 0.16 lists the whole iteration as one of the modules.
-    whole = implementation == "full_iteration" or bool(names & {"full_iteration", "moe"})
-    return whole or not names
-
-
-UNSUPPORTED = (
-    Unsupported(
-        "cuda_graph_impl",
-        "it would capture the exchange of a whole MoE layer, which has not been tested on a GPU; "
-        "name the modules to capture in cuda_graph_modules and leave 'moe' out",
-        _graphs_whole_exchange,
-    ),
-    Unsupported(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "needs Transformer Engine's delayed weight gradients, untested with this dispatcher",
-    ),
-)
 
 # Settings that expect one call of the experts per micro-batch; with moe_monta_overlap_experts there
 # is one per chunk.
@@ -184,6 +144,6 @@ def check_supported(config: Any) -> None:
     refused = [("moe_token_dispatcher_type='monta'", each) for each in UNSUPPORTED]
     if Options.of(config).overlap_experts:
         refused += [("moe_monta_overlap_experts", each) for each in UNSUPPORTED_WITH_OVERLAP]
-    for option, (setting, reason, condition) in refused:
-        if condition(config) if condition is not None else getattr(config, setting, False):
-            raise UserError(f"{setting}: not supported with {option}: {reason}")
+    for option, each in refused:
+        if each.holds(config):
+            raise UserError(f"{each.setting}: not supported with {option}: {each.reason}")

@@ -5,6 +5,7 @@ from itertools import islice
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.program import Phase
 from monta_megatron.common.text import counted, size_text
 from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
@@ -35,6 +36,7 @@ class Planner:
         num_chunks: allowed numbers of chunks; a serial chain has one.
         splits_experts: whether experts run inside the pipeline of a chain of tokens; then at least
             one of the chains is such.
+        phase: the passes of an exchange.
         shape: of the layers; its number of tokens is replaced.
         cluster: by whose costs candidates are priced; None where one choice is given.
     """
@@ -42,6 +44,7 @@ class Planner:
     chains: tuple[Chain, ...]
     num_chunks: tuple[int, ...]
     splits_experts: bool = False
+    phase: Phase = "forward_backward"
     shape: Shape | None = None
     cluster: Cluster | None = None
     # By half octave of tokens.
@@ -118,6 +121,7 @@ class Planner:
                 self.cluster,
                 chains=[chain.name for chain in self.chains],
                 num_chunks=self.num_chunks,
+                phase=self.phase,
             )
         return self._selections[tokens]
 

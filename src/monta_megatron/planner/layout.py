@@ -24,6 +24,7 @@ from monta_megatron.common.rules import PositiveInt, require
 from monta_megatron.core import FLAT_GROUPS, Layout, Routing, Shape
 from monta_megatron.planner.model import HYBRID_PATTERNS, Model, Reader
 from monta_megatron.planner.routing import UniformRouting
+from monta_megatron.planner.training import Training, settings_of, training_of
 
 # Field of the layout -> Megatron's argument. All are passed on, because Megatron's defaults differ:
 # without an ETP it takes ETP = TP.
@@ -180,6 +181,19 @@ def shape_of_layout(
         routing=uniform_routing(model),
         tokens_per_rank=tokens,
     )
+
+
+def training_of_layout(model: Model, layout: ParallelLayout, auto: bool = True) -> Training:
+    """What the training of a model does to its exchange, by the model's arguments.
+
+    Args:
+        model: the trained model.
+        layout: how its ranks are grouped.
+        auto: as in `training_of`.
+    """
+    sizes = {argument: getattr(layout, name) for name, argument in PARALLEL_ARGUMENTS.items()}
+    settings = settings_of({**model.arguments, **sizes, "num-layers": model.num_layers})
+    return training_of(settings, auto)
 
 
 # Arguments that split a model's layers into pipeline stages in a language of their own.

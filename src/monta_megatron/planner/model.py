@@ -13,7 +13,7 @@ Notation: H = hidden size, L = layers.
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,8 @@ def load_arguments(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 def _read(path: Path) -> ModelArguments:
     """What a model file or a config.json tells."""
     if path.suffix.lower() == ".json":
-        return read_config(files.read_json(path), str(path))
+        # A plan's title names the file: a family has many models.
+        return replace(read_config(files.read_json(path), str(path)), name=str(path))
     data = strict_yaml.read(path)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise UserError(f"{path}: must be Megatron's arguments by their names, or a config.json")

@@ -1,22 +1,27 @@
-"""Plans: the selected chain, why, what it gains, and every candidate with its numbers."""
+"""Plans: the best chain beside stock's dispatchers, why, and every candidate with its numbers.
+
+Megatron's `alltoall` and `allgather` are candidates of every plan. What takes the least time is
+recommended: a plan never recommends what it predicts to be slower than stock.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any, Literal
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.allgather import ALLGATHER
 from monta_megatron.chains.alltoall import ALLTOALL
-from monta_megatron.chains.program import LINKS, Resource
+from monta_megatron.chains.program import LINKS, PASSES, Phase, Resource
+from monta_megatron.common import strict_yaml
 from monta_megatron.common.errors import UserError
-from monta_megatron.common.text import counted, time_text
-from monta_megatron.core import Shape
+from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.price import Price, price
+from monta_megatron.planner.training import Training
 
 NUM_CHUNKS = (1, 2, 4, 8)
+DISPATCHER_FLAG = "--moe-token-dispatcher-type"
 # A plainer chain is chosen if it takes at most this fraction longer than the fastest.
 MARGIN = 0.03
 
@@ -53,7 +58,9 @@ class Candidate:
         inter_bytes: as in `StageCost`, over all stages.
         intra_bytes: likewise.
         peak_bytes: the most that the executor holds at once on one rank.
-        rejected: why it was not chosen; None for the choice.
+        busiest: the resource that it occupies longest; None where it cannot run.
+        busiest_us: time for which it does.
+        rejected: why it was not chosen among ours; None for the choice.
     """
 
     chain: str
@@ -62,119 +69,99 @@ class Candidate:
     inter_bytes: float | None = None
     intra_bytes: float | None = None
     peak_bytes: float | None = None
+    busiest: str | None = None
+    busiest_us: float | None = None
     rejected: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benefit:
-    """Benefit of a choice over stock `alltoall`, per exchange of one MoE layer and micro-batch.
-
-    A pipeline waits for the stage with the most MoE layers, once for every micro-batch. Its bubble,
-    which shrinks too where the exchanges are shorter, is left out.
+class Recommendation:
+    """The best of our chains beside stock's dispatchers.
 
     Attributes:
-        chain: the chosen one.
-        chosen_us: its time.
-        alltoall_us: that of stock.
-        ratio_range: the least and the most of `ratio` over `Cluster.corners`, each of which prices
-            both; None where the cluster has no ranges.
-        num_moe_layers: MoE layers of that stage; None where they are not known.
-        num_micro_batches: of an iteration; None where the batch is not known.
-    """
-
-    chain: str
-    chosen_us: float
-    alltoall_us: float
-    ratio_range: tuple[float, float] | None = None
-    num_moe_layers: int | None = None
-    num_micro_batches: int | None = None
-
-    @property
-    def ratio(self) -> float:
-        """Speedup over stock."""
-        return self.alltoall_us / self.chosen_us
-
-    @property
-    def saved_us(self) -> float:
-        """Below 0 where the choice, by hand or for its memory, is slower."""
-        return self.alltoall_us - self.chosen_us
-
-    @property
-    def per_iteration(self) -> int | None:
-        """Exchanges that an iteration waits for; None where that is not known."""
-        layers, micro_batches = self.num_moe_layers, self.num_micro_batches
-        return None if layers is None or micro_batches is None else layers * micro_batches
-
-    def document(self) -> dict[str, Any]:
-        """Fields of a JSON document; None for unknown values."""
-        times = self.per_iteration
-        return {
-            **asdict(self),
-            "ratio": self.ratio,
-            "saved_us": self.saved_us,
-            "saved_s_per_iteration": None if times is None else self.saved_us * times / 1e6,
-            "text": self.text,
-        }
-
-    @property
-    def text(self) -> str:
-        """The line; factors that are not known are left out."""
-        if self.chain == "alltoall":
-            return "plain alltoall is chosen: no gain over stock"
-        parts = (
-            (self.num_moe_layers, "MoE layer", " of a stage"),
-            (self.num_micro_batches, "micro-batch", ""),
-        )
-        factors, per = [time_text(abs(self.saved_us))], [noun for n, noun, _ in parts if n is None]
-        factors += (counted(n, noun) + behind for n, noun, behind in parts if n is not None)
-        total_us = abs(self.saved_us) * prod(n for n, *_ in parts if n is not None)
-        product = f" = {time_text(total_us)}" if len(factors) > 1 else ""
-        ends = "" if self.ratio_range is None else " ({:.2f}x to {:.2f}x)".format(*self.ratio_range)
-        return (
-            f"{self.ratio:.2f}x stock alltoall, {self.alltoall_us:,.0f} us{ends}: "
-            f"{'saves' if self.saved_us >= 0 else 'loses'} "
-            f"{' x '.join(factors)}{product} per {' and '.join(per) or 'iteration'}"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A choice, with everything that led to it.
-
-    Attributes:
-        chain: key of `chains.CHAINS`.
-        num_chunks: number of chunks of the chosen chain.
-        predicted_us: time of the phase.
-        range_us: the least and the most over `Cluster.corners`; None without ranges.
-        reason: why this one.
-        shape: the exchange that it was made for.
-        cluster: name of the cluster whose costs were used.
-        stages: the choice, stage by stage.
-        candidates: everything considered, the fastest first, what cannot run last.
+        chain: the best chain of ours, a key of `chains.CHAINS`.
+        num_chunks: number of its chunks.
+        predicted_us: its time of all passes.
         stock_times_us: see the function of this name.
-        ratio_range: as in `Benefit`.
-        rates: of large messages, as text, by resource of the cluster.
-        notes: assumptions.
+        refuses_monta: the setting with which the training refuses our dispatcher; None if it runs.
     """
 
     chain: str
     num_chunks: int
     predicted_us: float
-    reason: str
-    shape: Shape
-    cluster: str
-    range_us: tuple[float, float] | None
-    stages: tuple[StageCost, ...]
-    candidates: tuple[Candidate, ...]
     stock_times_us: Mapping[str, float]
-    ratio_range: tuple[float, float] | None
-    rates: Mapping[str, str]
-    notes: tuple[str, ...] = ()
+    refuses_monta: str | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """The best of our chains."""
+        return Choice(chain=self.chain, num_chunks=self.num_chunks)
+
+    @property
+    def stock(self) -> str:
+        """The faster dispatcher of stock, by Megatron's name."""
+        return min(self.stock_times_us, key=self.stock_times_us.__getitem__)
 
     @property
     def stock_us(self) -> float:
-        """Time of stock `alltoall`."""
-        return self.stock_times_us["alltoall"]
+        """Time of the faster dispatcher of stock."""
+        return self.stock_times_us[self.stock]
+
+    @property
+    def stock_wins(self) -> bool:
+        """Whether stock is recommended: it is as fast, or the training refuses our dispatcher."""
+        return self.refuses_monta is not None or self.stock_us <= self.predicted_us
+
+    @property
+    def recommended(self) -> str:
+        """What to run: stock's dispatcher or our chain, by name. `flags` tells them apart."""
+        return self.stock if self.stock_wins else self.chain
+
+    @property
+    def recommended_us(self) -> float:
+        """Its time."""
+        return self.stock_us if self.stock_wins else self.predicted_us
+
+    @property
+    def flags(self) -> str:
+        """The arguments of a training that start what is recommended."""
+        if self.stock_wins:
+            return f"{DISPATCHER_FLAG} {self.stock}"
+        return f"{DISPATCHER_FLAG} monta {self.choice.flags}"
+
+    def document(self) -> dict[str, Any]:
+        """Fields of a JSON document."""
+        names = ("stock", "stock_us", "recommended", "recommended_us", "flags")
+        return strict_yaml.plain(self) | {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Recommendation):
+    """A recommendation, with everything that led to it.
+
+    Attributes:
+        range_us: the least and the most of `predicted_us` over `Cluster.corners`; None without
+            ranges.
+        ratio_range: the least and the most speedup over the faster dispatcher of stock, over
+            `Cluster.corners`, each of which prices both; None without ranges.
+        reason: why this chain was chosen among ours.
+        shape: the exchange that it was made for.
+        cluster: name of the cluster whose costs were used.
+        stages: the chain, stage by stage.
+        candidates: all of our chains, the fastest first, what cannot run last.
+        rates: of large messages, as text, by resource of the cluster.
+        notes: assumptions.
+    """
+
+    range_us: tuple[float, float] | None
+    ratio_range: tuple[float, float] | None
+    reason: str
+    shape: Shape
+    cluster: str
+    stages: tuple[StageCost, ...]
+    candidates: tuple[Candidate, ...]
+    rates: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> dict[str, Candidate]:
@@ -185,16 +172,6 @@ class Plan:
                 best.setdefault(entry.chain, entry)
         return best
 
-    @property
-    def benefit(self) -> Benefit:
-        """Benefit over stock."""
-        return Benefit(
-            chain=self.chain,
-            chosen_us=self.predicted_us,
-            alltoall_us=self.stock_us,
-            ratio_range=self.ratio_range,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
@@ -204,7 +181,7 @@ class Selection:
         price: the fastest, or a plainer one within the margin.
         prices: of everything that can run, the fastest first.
         rivals: likewise; of several that do the same at this layout the plainest alone.
-        incompatible: chain -> why it cannot run on the layout.
+        incompatible: chain -> why it cannot run on the layout, or not in the training.
     """
 
     price: Price
@@ -254,6 +231,8 @@ def select_chain(
     *,
     chains: Sequence[str] = tuple(CHAINS),
     num_chunks: Sequence[int] = NUM_CHUNKS,
+    phase: Phase = "forward_backward",
+    refused_chains: Mapping[str, str] | None = None,
 ) -> Selection:
     """Price every chain in every number of chunks; take the fastest or a plainer tie.
 
@@ -262,14 +241,19 @@ def select_chain(
         cluster: the cluster it runs on.
         chains: the chains to consider.
         num_chunks: the numbers of chunks to consider; a serial chain has one.
+        phase: the passes that are priced.
+        refused_chains: chain -> why the training refuses it.
 
     Raises:
         UserError: no chain can run.
     """
-    reasons = {name: CHAINS[name].incompatibility(shape.layout) for name in chains}
+    refused = refused_chains or {}
+    reasons = {
+        name: CHAINS[name].incompatibility(shape.layout) or refused.get(name) for name in chains
+    }
     incompatible = {name: reason for name, reason in reasons.items() if reason is not None}
     prices = [
-        price(shape, cluster, chain, number)
+        price(shape, cluster, chain, number, phase)
         for chain in (CHAINS[name] for name in chains if name not in incompatible)
         for number in ((1,) if chain.serial else num_chunks)
     ]
@@ -297,78 +281,122 @@ def percent(slower: Price, faster: Price) -> str:
     return f"{ratio - 1:.0%}" if ratio >= 1.01 else "under 1%"
 
 
-def plan(shape: Shape, cluster: Cluster, **settings: Any) -> Plan:
-    """Choose a chain and a number of chunks.
+def plan(
+    shape: Shape,
+    cluster: Cluster,
+    *,
+    chains: Sequence[str] = tuple(CHAINS),
+    num_chunks: Sequence[int] = NUM_CHUNKS,
+    training: Training | None = None,
+) -> Plan:
+    """Choose a chain and a number of chunks, and set it beside stock's dispatchers.
 
     Args:
         shape: the exchange.
         cluster: the cluster it runs on.
-        settings: passed to `select_chain`.
+        chains: the chains to consider.
+        num_chunks: the numbers of chunks to consider.
+        training: what the training does to the exchange; None for four passes of any dispatcher.
 
     Raises:
         UserError: no chain can run.
     """
-    selection = select_chain(shape, cluster, **settings)
-    chosen, stock_us = selection.price, stock_times_us(shape, cluster)
+    training = training or Training()
+    recommended, selection = recommend(
+        shape, cluster, training, chains=chains, num_chunks=num_chunks
+    )
+    chosen = selection.price
     range_us = ratio_range = None
     corners = cluster.corners()
     if len(corners) > 1:
-        pairs = [(chosen.total_us, stock_us["alltoall"])]
-        pairs += (
-            (
-                price(shape, corner, chosen.chain, chosen.num_chunks).total_us,
-                price(shape, corner.as_stock, ALLTOALL, 1).total_us,
-            )
-            for corner in corners
-        )
-        times_us, ratios = [us for us, _ in pairs], [alltoall_us / us for us, alltoall_us in pairs]
+        times_us = [recommended.predicted_us]
+        ratios = [recommended.stock_us / recommended.predicted_us]
+        for corner in corners:
+            us = price(shape, corner, chosen.chain, chosen.num_chunks, training.phase).total_us
+            times_us.append(us)
+            ratios.append(min(stock_times_us(shape, corner, training).values()) / us)
         range_us, ratio_range = (min(times_us), max(times_us)), (min(ratios), max(ratios))
-    candidates = [
-        Candidate(
+    candidates = []
+    for each in selection.prices:
+        busiest, busiest_us = each.busiest()
+        candidate = Candidate(
             chain=each.chain.name,
             num_chunks=each.num_chunks,
             predicted_us=each.total_us,
             inter_bytes=each.sent_bytes("inter"),
             intra_bytes=each.sent_bytes("intra"),
             peak_bytes=each.peak_bytes,
+            busiest=busiest,
+            busiest_us=busiest_us,
             rejected=selection.why_rejected(each),
         )
-        for each in selection.prices
-    ]
+        candidates.append(candidate)
     candidates += (
         Candidate(chain=name, num_chunks=None, rejected=reason)
         for name, reason in selection.incompatible.items()
     )
     return Plan(
-        chain=chosen.chain.name,
-        num_chunks=chosen.num_chunks,
-        predicted_us=chosen.total_us,
+        **vars(recommended),
         reason=selection.reason,
         shape=shape,
         cluster=cluster.name,
         range_us=range_us,
         stages=stage_costs(chosen),
         candidates=tuple(candidates),
-        stock_times_us=stock_us,
         ratio_range=ratio_range,
         rates={each: cluster.rate_of(each).in_both_units for each in cluster.resources},
+        notes=training.notes,
     )
 
 
-def stock_times_us(shape: Shape, cluster: Cluster) -> dict[str, float]:
-    """Time of the dispatchers of Megatron that have a price, by name.
+def recommend(
+    shape: Shape,
+    cluster: Cluster,
+    training: Training,
+    *,
+    chains: Sequence[str] = tuple(CHAINS),
+    num_chunks: Sequence[int] = NUM_CHUNKS,
+) -> tuple[Recommendation, Selection]:
+    """The best of our chains beside stock's dispatchers, and what it was selected from.
 
-    `allgather` gathers all rows, or reduce-scatters them, in each of its four passes; in combine
-    and its backward pass in the dtype of the probabilities. Each is taken to cost what the
-    collective and the copy in the dispatch of our chain do, by its bytes.
+    Arguments are those of `plan`.
+
+    Raises:
+        UserError: no chain can run.
     """
-    as_stock = cluster.as_stock
-    works = price(shape, as_stock, ALLGATHER, 1, "forward").works
-    gather_us = sum(w.alone_us for w in works if w.in_chain and w.pass_name == "dispatch")
-    return {
-        "alltoall": price(shape, as_stock, ALLTOALL, 1).total_us,
-        "allgather": 2 * gather_us * (1 + shape.prob_bytes / shape.value_bytes),
-    }
+    selection = select_chain(
+        shape,
+        cluster,
+        chains=chains,
+        num_chunks=num_chunks,
+        phase=training.phase,
+        refused_chains=training.refused_chains,
+    )
+    recommended = Recommendation(
+        chain=selection.price.chain.name,
+        num_chunks=selection.price.num_chunks,
+        predicted_us=selection.price.total_us,
+        stock_times_us=stock_times_us(shape, cluster, training),
+        refuses_monta=training.refuses_monta,
+    )
+    return recommended, selection
+
+
+def stock_times_us(shape: Shape, cluster: Cluster, training: Training) -> dict[str, float]:
+    """Times of Megatron's dispatchers that the training can run, by name.
+
+    `allgather` gathers all rows, or reduce-scatters them, in each of its passes; in combine and its
+    backward pass in the dtype of the probabilities. Each is taken to cost what the collective and
+    the copy in the dispatch of our chain do, by its bytes.
+    """
+    as_stock, phase = cluster.as_stock, training.phase
+    times_us = {"alltoall": price(shape, as_stock, ALLTOALL, 1, phase).total_us}
+    if training.runs_allgather:
+        works = price(shape, as_stock, ALLGATHER, 1, "forward").works
+        gather_us = sum(w.alone_us for w in works if w.in_chain and w.pass_name == "dispatch")
+        pair_us = gather_us * (1 + shape.prob_bytes / shape.value_bytes)
+        times_us["allgather"] = len(PASSES[phase]) / 2 * pair_us
+    return times_us
 
 
 def stage_costs(of: Price) -> tuple[StageCost, ...]:
@@ -391,58 +419,3 @@ def stage_costs(of: Price) -> tuple[StageCost, ...]:
             intra_bytes=intra_bytes,
         )
     return tuple(costs.values())
-
-
-@dataclass(frozen=True)
-class IterationShare:
-    """The predicted exchange in a measured iteration.
-
-    Attributes:
-        iteration_ms: measured.
-        ran: the dispatcher of Megatron that ran.
-        exchange_share: of the iteration; None where what ran has no price.
-        saved_share: what the choice saves of the iteration; below 0 where it is slower.
-    """
-
-    iteration_ms: float
-    ran: str
-    exchange_share: float | None = None
-    saved_share: float | None = None
-
-    @property
-    def text(self) -> str:
-        """Both in a sentence."""
-        text = f"{self.iteration_ms:,.0f} ms by {self.ran}, "
-        if self.exchange_share is None:
-            return f"{text}whose exchange has no price here; `monta compare` measures it"
-        text += f"of which the exchange takes {self.exchange_share:.0%} (predicted)"
-        if self.exchange_share > 1:
-            return f"{text}: the costs of this cluster are not those of the run"
-        return f"{text}; this choice saves {self.saved_share:.0%} of it"
-
-
-def share_of(
-    iteration_ms: float, ran: str, ran_us: float | None, benefit: Benefit
-) -> IterationShare:
-    """The share of a plan's exchange in an iteration.
-
-    Args:
-        iteration_ms: measured.
-        ran: the dispatcher of Megatron that ran.
-        ran_us: its time; None for `flex`, which has no price, and for ours, whose log says what it
-            measured.
-        benefit: of the plan.
-
-    Raises:
-        UserError: the exchanges of an iteration are not known.
-    """
-    times = benefit.per_iteration
-    if times is None:
-        raise UserError(
-            "--global-batch-size: not given, must be: it says how many exchanges an iteration has"
-        )
-    if ran_us is None:
-        return IterationShare(iteration_ms, ran)
-    of_iteration = times / 1e3 / iteration_ms
-    saved_us = ran_us - benefit.chosen_us
-    return IterationShare(iteration_ms, ran, ran_us * of_iteration, saved_us * of_iteration)

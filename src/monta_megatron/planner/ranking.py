@@ -14,12 +14,26 @@ from typing import Any
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import counted, size_text, time_text
 from monta_megatron.planner.cluster import Cluster
-from monta_megatron.planner.layout import ParallelLayout, shape_of_layout, stages_of
+from monta_megatron.planner.layout import (
+    ParallelLayout,
+    shape_of_layout,
+    stages_of,
+    training_of_layout,
+)
 from monta_megatron.planner.model import Model
-from monta_megatron.planner.plan import MARGIN, select_chain
+from monta_megatron.planner.plan import MARGIN, Recommendation, recommend
 
 # Share of a rank's memory that is left to everything else.
 HEADROOM = 0.1
+
+
+def num_parameters(model: Model) -> int | None:
+    """Parameters of the whole model; None where they cannot be counted."""
+    if model.layer_parameters is None:
+        return None
+    tables = model.table_parameters * (1 if model.is_tied else 2)
+    experts = sum(model.moe_layers) * model.expert_parameters
+    return sum(model.layer_parameters) + experts + tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,27 +114,32 @@ def training_memory(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankedLayout(ParallelLayout):
-    """A layout, with the plan for its exchange.
+class RankedLayout(ParallelLayout, Recommendation):
+    """A layout, with the recommendation for its exchange.
 
     Attributes:
-        num_nodes: that an exchange lies on.
-        tokens: that a rank brings to an exchange.
-        chain, num_chunks: of the plan.
-        predicted_us: time of the exchanges of one layer and micro-batch.
-        us_per_1k_tokens: the same per 1,000 tokens of a rank; layouts differ in tokens per rank.
+        num_nodes: number of nodes that an exchange lies on.
+        tokens: tokens that a rank brings to an exchange.
+        us_per_1k_tokens: recommended time per 1,000 tokens of a rank; layouts differ in tokens.
         peak_bytes: the most that the executor holds at once on one rank.
-        needed_bytes: of a training on one rank; None where the parameters cannot be counted.
+        needed_bytes: memory of a training on one rank; None where the parameters cannot be counted.
     """
 
     num_nodes: int
     tokens: int
-    chain: str
-    num_chunks: int
-    predicted_us: float
     us_per_1k_tokens: float
     peak_bytes: float
     needed_bytes: float | None
+
+    @property
+    def runs(self) -> str:
+        """What is recommended, for people: "stock alltoall", "alltoall_dedup x2"."""
+        return f"stock {self.stock}" if self.stock_wins else f"{self.chain} x{self.num_chunks}"
+
+    @property
+    def shown_peak_bytes(self) -> float | None:
+        """What our chain holds, where it is recommended; stock's peak is not priced."""
+        return None if self.stock_wins else self.peak_bytes
 
     @property
     def name(self) -> str:
@@ -184,16 +203,15 @@ def rank_layouts(
     ranking = []
     for layout in fitting.values():
         shape = shape_of_layout(model, layout, cluster.ranks_per_node, tokens)
-        num_tokens, price = shape.tokens_per_rank, select_chain(shape, cluster).price
+        training, num_tokens = training_of_layout(model, layout), shape.tokens_per_rank
+        recommended, selection = recommend(shape, cluster, training)
         ranked = RankedLayout(
             **vars(layout),
+            **vars(recommended),
             num_nodes=shape.layout.num_nodes,
             tokens=num_tokens,
-            chain=price.chain.name,
-            num_chunks=price.num_chunks,
-            predicted_us=price.total_us,
-            us_per_1k_tokens=price.total_us / num_tokens * 1e3,
-            peak_bytes=price.peak_bytes,
+            us_per_1k_tokens=recommended.recommended_us / num_tokens * 1e3,
+            peak_bytes=selection.price.peak_bytes,
             needed_bytes=training_memory(model, cluster, layout, num_tokens).needed_bytes,
         )
         ranking.append(ranked)
@@ -217,7 +235,7 @@ def cross_or_stay(ranking: Sequence[RankedLayout]) -> str:
         return (
             f"every exchange that fits {'crosses nodes' if inside is None else 'stays in a node'}"
         )
-    inside_us = inside.predicted_us
+    inside_us = inside.recommended_us
     across_us = across.us_per_1k_tokens * inside.tokens / 1e3
     # Other layouts in a node may need less memory than the fastest.
     in_node = [each for each in ranking if each.num_nodes == 1 and each.pp == inside.pp]

@@ -99,8 +99,12 @@ class TrainingLog:
             arguments["untie-embeddings-and-output-weights"] = True
         return arguments
 
-    def request(self, request: PlanRequest) -> PlanRequest:
+    def request(self, request: PlanRequest, name: str) -> PlanRequest:
         """The request with what the log says; what the request says itself stays.
+
+        Args:
+            request: what was asked for.
+            name: what the plan calls the training, such as the log's path.
 
         Raises:
             UserError: the log lacks an argument.
@@ -115,7 +119,7 @@ class TrainingLog:
         sizes["etp"] = sizes["etp"] or sizes["tp"]
         if sizes["world_size"] is None:
             raise UserError("--world-size: not given, must be, as the log names none")
-        model = model_of(self.arguments, "the training of the log", "--log")
+        model = model_of(self.arguments, name, "--log")
         return replace(request, model=model, **sizes)
 
     def iteration_ms(self, num_warmup: int = NUM_WARMUP) -> float:

@@ -9,7 +9,6 @@ from monta_megatron.core import Layout, Routing, Shape
 from monta_megatron.planner.cluster import Cluster, HostCosts, Link
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import Rate
-from monta_megatron.planner.model import Model
 from monta_megatron.planner.routing import UniformRouting
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -31,15 +30,6 @@ INSTANT = HostCosts(
 def by_hand(name: str) -> Any:
     """The cases of a YAML file of this folder."""
     return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
-
-
-def num_parameters(model: Model) -> int | None:
-    """Parameters of the whole model; None where they cannot be counted."""
-    if model.layer_parameters is None:
-        return None
-    tables = model.table_parameters * (1 if model.is_tied else 2)
-    experts = sum(model.moe_layers) * model.expert_parameters
-    return sum(model.layer_parameters) + experts + tables
 
 
 def link(gbytes_per_s: float, start_us: float = 0.0) -> Link:

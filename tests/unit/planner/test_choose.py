@@ -9,6 +9,7 @@ from clusters import by_hand, preset, shape_of
 
 from monta_megatron.chains import CHAINS, Chain
 from monta_megatron.chains.chain import blocks_for
+from monta_megatron.chains.program import Phase
 from monta_megatron.core import Choice
 from monta_megatron.planner import plan as planner_plan
 from monta_megatron.planner.choose import STOCK, Planner, half_octave
@@ -39,7 +40,8 @@ def planner_of(num_chunks: tuple[int, ...] = NUM_CHUNKS, splits_experts: bool = 
 def test_candidates_by_hand(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     prices, peaks = {**PRICES, **case.get("prices", {})}, case.get("peaks", {})
 
-    def price(_: object, __: object, chain: Chain, num_chunks: int) -> Any:
+    def price(_: object, __: object, chain: Chain, num_chunks: int, phase: Phase) -> Any:
+        assert phase == "forward_backward"
         choice = Choice(chain=chain.name, num_chunks=num_chunks)
         total_us = prices[LETTERS[chain.name]][NUM_CHUNKS.index(num_chunks)]
         return SimpleNamespace(

@@ -8,7 +8,7 @@ from typing import Any
 
 import golden
 import pytest
-from clusters import GOLDEN, num_parameters, preset
+from clusters import GOLDEN, preset
 from published_configs import (
     ACTIVATIONS,
     CONFIGS,
@@ -24,7 +24,7 @@ from published_configs import (
 
 from monta_megatron.common.errors import UserError
 from monta_megatron.planner.model import load_arguments, load_model
-from monta_megatron.planner.ranking import rank_layouts
+from monta_megatron.planner.ranking import num_parameters, rank_layouts
 
 PARAMETERS = {**NUM_PARAMETERS, **OF_THE_CLASS}
 # Presets of a family are its published model.

@@ -5,10 +5,11 @@ from typing import Any
 
 import golden
 import pytest
-from clusters import GOLDEN, by_hand, num_parameters
+from clusters import GOLDEN, by_hand
 
 from monta_megatron.planner.layout import most_moe_layers
 from monta_megatron.planner.model import Model, model_of
+from monta_megatron.planner.ranking import num_parameters
 
 MODELS = by_hand("models")
 

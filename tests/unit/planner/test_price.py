@@ -10,6 +10,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import message_size
 from monta_megatron.planner.plan import stock_times_us
 from monta_megatron.planner.price import AROUND_STAGES, Price, Work, price
+from monta_megatron.planner.training import Training
 
 PRICES = by_hand("prices")
 BY_HAND = cluster_of(link(1.0), link(10.0), link(1e9), ranks=2, nics=2)
@@ -45,7 +46,7 @@ def test_known_answers_on_two_nodes_of_two(chain: str) -> None:
 def test_stock_by_hand() -> None:
     """Its AllGather takes as long as ours, twice as long in fp32; its AllToAll 30 us more."""
     shape = shape_of(4, ranks_per_node=2, num_experts=4, topk=2, tokens=600, hidden=500)
-    assert stock_times_us(shape, BY_HAND) == {
+    assert stock_times_us(shape, BY_HAND, Training()) == {
         "alltoall": pytest.approx(30 + sum(PRICES["alltoall"]["one_chunk_us"]), abs=0.1),
         "allgather": pytest.approx(2 * (1 + 2) * PRICES["allgather"]["one_chunk_us"][0], abs=0.1),
     }

@@ -3,11 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from clusters import num_parameters, preset
+from clusters import preset
 
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import load_model
-from monta_megatron.planner.ranking import TrainingMemory, rank_layouts, training_memory
+from monta_megatron.planner.ranking import (
+    TrainingMemory,
+    num_parameters,
+    rank_layouts,
+    training_memory,
+)
 
 QWEN = load_model("qwen3_235b_a22b")
 PARAMETERS = num_parameters(QWEN) or 0

@@ -18,7 +18,7 @@ from monta_megatron.integration.options import AUTO, DISPATCHER_TYPE
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import PARALLEL_ARGUMENTS
 from monta_megatron.planner.model import Reader, model_of
-from monta_megatron.planner.plan import NUM_CHUNKS, Plan
+from monta_megatron.planner.plan import NUM_CHUNKS
 from monta_megatron.tools.launch.megatron_arguments import Answer
 from monta_megatron.tools.launch.run_config import (
     CLUSTER,
@@ -30,7 +30,7 @@ from monta_megatron.tools.launch.run_config import (
     replaced,
     words_of,
 )
-from monta_megatron.tools.plan.request import PlanRequest, plan_request
+from monta_megatron.tools.plan.request import Planned, PlanRequest, plan_request
 
 # Variable that names a checkout of Megatron-LM; where it is not set, it is left to the script.
 CHECKOUT = "MEGATRON_LM_DIR"
@@ -55,7 +55,7 @@ class Run:
     config: RunConfig
     arguments: Arguments
     directory: Path
-    plan: Plan | None
+    plan: Planned | None
     notes: tuple[str, ...]
     megatron: str | None = None
 
@@ -80,9 +80,10 @@ class Run:
         yield f"{nodes} x {counted(layout.ranks_per_node, 'rank')}: {sizes}"
         if plan is not None:
             yield (
-                f"plan: {plan.chain} in {counted(plan.num_chunks, 'chunk')}, "
+                f"plan: {plan.choice.name}, "
                 f"{plan.predicted_us:,.0f} us per layer and micro-batch, predicted"
             )
+            yield f"benefit: {plan.benefit.text}"
         yield from (f"note: {note}" for note in self.notes)
         yield f"directory: {self.directory}"
 
@@ -95,7 +96,7 @@ class Run:
             "arguments": [word for words in self.words for word in words],
             "environment": {k: str(v) for k, v in self.config.environment.items()},
             "arguments_checked": self.megatron is not None,
-            "plan": None if self.plan is None else strict_yaml.plain(self.plan),
+            "plan": None if self.plan is None else self.plan.document(),
             "notes": self.notes,
         }
 
@@ -134,7 +135,7 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
     )
 
 
-def plan_run(config: RunConfig, arguments: Arguments) -> tuple[Plan | None, tuple[str, ...]]:
+def plan_run(config: RunConfig, arguments: Arguments) -> tuple[Planned | None, tuple[str, ...]]:
     """Plan a run from its arguments, for comparison with what it measures.
 
     The run itself is given the cluster, not this plan: a plan is for one number of tokens, and the
@@ -172,17 +173,17 @@ def plan_run(config: RunConfig, arguments: Arguments) -> tuple[Plan | None, tupl
 
     # Step 2: plan the exchange that the dispatcher will have to plan.
     try:
-        planned = plan_request(request, node_size, chains=chains, num_chunks=num_chunks)
+        planned = plan_request(request, node_size=node_size, chains=chains, num_chunks=num_chunks)
     except UserError as error:
         raise UserError(f"layout: {error}") from error
-    notes = list(planned.plan.notes)
-    node_size = node_size or planned.cluster.ranks_per_node
+    notes = list(planned.notes)
+    node_size = node_size or planned.nodes.ranks_per_node
     if node_size != layout.ranks_per_node:
         notes.append(
             f"{node_size} ranks are taken to share a node link, and "
             f"{layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
         )
-    return planned.plan, (*notes, f"needs {planned.memory.text}")
+    return planned, (*notes, f"needs {planned.memory.text}")
 
 
 def _candidates(read: Reader) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -138,7 +138,7 @@ def _fill(folder: Path, run: Run) -> None:
     (folder / "config.yaml").write_text(strict_yaml.dump(config), encoding="utf-8")
     documents = {"versions": _versions(run)}
     if run.plan is not None:
-        documents["plan"] = strict_yaml.plain(run.plan)
+        documents["plan"] = run.plan.document()
     for name, document in documents.items():
         (folder / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
     script = folder / "run.sh"

@@ -1,38 +1,61 @@
 """Outputs of `monta plan`: a plan or a ranking, a sweep, and a run file.
 
-Texts have at most 25 lines of 100 columns.
+Lines have at most 100 columns.
 """
 
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import require
-from monta_megatron.common.text import counted, size_text, table
+from monta_megatron.common.text import counted, number_text, size_text, table
 from monta_megatron.core import Choice
+from monta_megatron.integration.options import DISPATCHER_TYPE
+from monta_megatron.planner.benefit import IterationShare
 from monta_megatron.planner.curves import RESOURCE_NAMES
 from monta_megatron.planner.layout import PARALLEL_ARGUMENTS, uneven_stages
-from monta_megatron.planner.plan import IterationShare, Plan
-from monta_megatron.planner.ranking import best, cross_or_stay
+from monta_megatron.planner.model import Model
+from monta_megatron.planner.plan import Plan
+from monta_megatron.planner.ranking import best, cross_or_stay, num_parameters
+from monta_megatron.tools.launch.run_config import DISPATCHER
 from monta_megatron.tools.plan.request import Planned, PlanRequest, plan_request
 
-WIDTH, MOST_LINES, MOST_LAYOUTS = 100, 25, 8
+WIDTH, MAX_LAYOUTS = 100, 8
 _WRAPPER = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False)
 # Heading of a column -> attribute.
 BYTES = {">inter": "inter_bytes", ">intra": "intra_bytes"}
-CHAIN = {"chain": "chain", ">chunks": "num_chunks"}
-CHAINS = {**CHAIN, ">us": "predicted_us", **BYTES, ">peak": "peak_bytes", "why not": "rejected"}
+CHAINS = {
+    **{"chain": "name", ">chunks": "num_chunks", ">us": "predicted_us", **BYTES},
+    **{">peak": "peak_bytes", "why not": "rejected"},
+}
 STAGES = {"pass": "pass_name", "stage": "stage", "occupies": "resource", ">us alone": "alone_us"}
 LAYOUTS = {
     **{">nodes": "num_nodes", ">PP": "pp", ">TP": "tp", ">EP": "ep", ">ETP": "etp"},
-    **{">tokens": "tokens", **CHAIN, ">us/1k": "us_per_1k_tokens"},
-    **{">peak": "peak_bytes", ">needs": "needed_bytes"},
+    **{">tokens": "tokens", "dispatcher": "runs", ">us/1k": "us_per_1k_tokens"},
+    **{">peak": "shown_peak_bytes", ">needs": "needed_bytes"},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table of dispatchers: stock's, and our chains in their best number of chunks.
+
+    Attributes are those of `Candidate`; `name` is the chain's, or "stock alltoall".
+    """
+
+    name: str
+    num_chunks: int | None
+    predicted_us: float | None
+    inter_bytes: float | None = None
+    intra_bytes: float | None = None
+    peak_bytes: float | None = None
+    rejected: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +64,8 @@ class PlanReport:
 
     Attributes:
         planned: the plan.
-        share: of the exchange in a measured iteration, or None.
-        chain: whose standing is asked, or None.
+        share: share of the exchange in a measured iteration, or None.
+        chain: chain whose standing is asked, or None.
         with_stages: whether the text has the table by stage.
     """
 
@@ -53,65 +76,97 @@ class PlanReport:
 
     def document(self) -> dict[str, Any]:
         """The JSON document; `docs/plans.md` has its fields."""
-        planned = self.planned
-        return {
-            **strict_yaml.plain(planned.plan),
-            "memory": planned.memory.document(),
-            "benefit": planned.benefit.document(),
-            "stock_us": planned.plan.stock_us,
-            "layouts": strict_yaml.plain(planned.ranking),
-            **(strict_yaml.plain(self.share) or {}),
-        }
+        return {**self.planned.document(), **(strict_yaml.plain(self.share) or {})}
 
     def text(self) -> str:
-        """The choice and all chains, or the layouts, as far as there is room."""
+        """What was assumed, what was counted, the recommendation, and all that was priced."""
         planned, ranking = self.planned, self.planned.ranking
         ranks = counted(planned.layout.world_size, "rank")
-        lines = [f"{planned.model.name} on {planned.cluster.name}, {ranks}", ""]
+        lines = _WRAPPER.wrap(f"{planned.model.name} on {planned.nodes.name}, {ranks}")
+        lines.append("")
+        for name, text in self._fields():
+            lines += _WRAPPER.wrap(f"{name:<10}{text}")
+        lines.append("")
         if ranking is None:
-            rows = _table(CHAINS, planned.plan.best.values())
+            lines += _table(CHAINS, rows_of(planned))
         else:
             inside, across = best(ranking, in_node=True), best(ranking, in_node=False)
             order = sorted(ranking, key=lambda each: (each is not inside, each is not across))
-            rows = _table(LAYOUTS, order[:MOST_LAYOUTS])
-            rows.append(f"{len(ranking)} layouts fit; all of them with --json")
-        fields = [_WRAPPER.wrap(f"{name:<10}{text}") for name, text in self._fields()]
-        room = MOST_LINES - len(lines) - len(rows) - 1
-        while sum(map(len, fields)) > room:
-            fields[-2:] = [["more      in the document of --json"]]
-        lines += [*(line for field in fields for line in field), "", *rows]
+            lines += _table(LAYOUTS, order[:MAX_LAYOUTS])
+            lines.append(f"{len(ranking)} layouts fit; all of them with --json")
         if self.with_stages:
-            lines += ["", *_table({**STAGES, **BYTES}, planned.plan.stages)]
+            lines += ["", *_table({**STAGES, **BYTES}, planned.stages)]
         return "\n".join(lines)
 
     def _fields(self) -> Iterator[tuple[str, str]]:
-        """Request, choice and answers, the most important first."""
-        planned, plan, shape = self.planned, self.planned.plan, self.planned.plan.shape
-        choice = Choice(chain=plan.chain, num_chunks=plan.num_chunks)
-        if planned.ranking is not None:
-            yield "layout", cross_or_stay(planned.ranking)
+        """Names and texts: what was assumed and not read, then request, choice and answers."""
+        plan, model, shape = self.planned, self.planned.model, self.planned.shape
+        yield from (("note", note) for note in plan.notes)
+        yield "model", _model_text(model)
+        if plan.ranking is not None:
+            yield "layout", cross_or_stay(plan.ranking)
         else:
             yield (
                 "exchange",
-                f"{shape.layout.name}, {shape.tokens_per_rank:,} tokens of a rank, "
+                f"{shape.layout.name}, {counted(shape.tokens_per_rank, 'token')} per rank, "
                 f"top-{shape.routing.max_experts_per_token} of {shape.routing.num_experts} "
                 f"experts, {shape.routing.name}",
             )
         ends = "" if plan.range_us is None else " ({:,.0f} to {:,.0f})".format(*plan.range_us)
-        time = f"{plan.predicted_us:,.0f}{ends} us per layer and micro-batch"
-        yield "choice", f"{choice.name}: {time}"
-        if planned.ranking is None:
-            yield "flags", choice.flags
-            yield "why", plan.reason
+        name, time = plan.choice.name, f"{plan.predicted_us:,.0f}{ends}"
+        if plan.stock_wins:
+            name, time = f"stock {plan.stock}", f"{plan.stock_us:,.0f}"
+        yield "choice", f"{name}: {time} us per layer and micro-batch"
+        if plan.ranking is None:
+            yield "flags", plan.flags
+            if not plan.stock_wins:
+                yield "why", plan.reason
         if self.chain is not None:
             yield "asked", _standing(plan, self.chain)
         if self.share is not None:
             yield "iteration", self.share.text
-        yield "benefit", planned.benefit.text
-        yield "needs", planned.memory.text
-        yield from (("note", note) for note in plan.notes)
+        yield "benefit", plan.benefit.text
+        yield "needs", plan.memory.text
         rates = (f"{RESOURCE_NAMES[name]} {rate}" for name, rate in plan.rates.items())
         yield "rates", f"{', '.join(rates)}; their sources are in the cluster file"
+
+
+def _model_text(model: Model) -> str:
+    """The number of parameters that was counted, and the batch and the values that are sent."""
+    number, micro_batch_size = num_parameters(model), model.micro_batch_size
+    counted_text = "parameters cannot be counted"
+    if number is not None:
+        counted_text = f"{number_text(number)} parameters counted"
+    return (
+        f"{counted_text}; sequences of {counted(model.seq_length, 'token')}, {micro_batch_size} "
+        f"per micro-batch; rows of {model.row_size:,} values of {8 * model.value_bytes} bits"
+    )
+
+
+def rows_of(plan: Plan) -> list[Row]:
+    """Stock's dispatchers and our chains, the fastest first, what cannot run last."""
+    rows = []
+    for entry in plan.best.values():
+        rejected = entry.rejected
+        if plan.stock_wins and entry.predicted_us is not None:
+            against = _against(plan, entry.predicted_us) or "refused by the training"
+            rejected = f"{against}; {entry.busiest} {entry.busiest_us:,.0f} us"
+        values = {name: getattr(entry, name) for name in ("num_chunks", "predicted_us")}
+        values |= {name: getattr(entry, name) for name in (*BYTES.values(), "peak_bytes")}
+        rows.append(Row(name=entry.chain, rejected=rejected, **values))
+    for name, us in plan.stock_times_us.items():
+        is_chosen = plan.stock_wins and name == plan.stock
+        rejected = None if is_chosen else _against(plan, us)
+        rows.append(Row(name=f"stock {name}", num_chunks=None, predicted_us=us, rejected=rejected))
+    return sorted(rows, key=lambda row: inf if row.predicted_us is None else row.predicted_us)
+
+
+def _against(plan: Plan, us: float) -> str | None:
+    """How much slower than the recommended one so many us are; None where they are not."""
+    ratio = us / plan.recommended_us
+    if ratio <= 1:
+        return None
+    return f"{ratio - 1:.0%} slower" if ratio >= 1.01 else "under 1% slower"
 
 
 def _table(columns: Mapping[str, str], entries: Iterable[object]) -> list[str]:
@@ -129,13 +184,14 @@ def _table(columns: Mapping[str, str], entries: Iterable[object]) -> list[str]:
 
 
 def _standing(plan: Plan, chain: str) -> str:
-    """The standing of a chain beside the choice."""
+    """The standing of a chain beside what is recommended."""
     entry = plan.best[chain]
     if entry.predicted_us is None or entry.num_chunks is None:
         return f"{chain} cannot run here: {entry.rejected}"
     name = Choice(chain=chain, num_chunks=entry.num_chunks).name
-    ratio = entry.predicted_us / plan.predicted_us
-    return f"{name} takes {ratio:.2f} times the choice's time; {entry.rejected or 'it is that'}"
+    ratio = entry.predicted_us / plan.recommended_us
+    reason = entry.rejected or ("the best chain of monta" if plan.stock_wins else "it is that")
+    return f"{name} takes {ratio:.2f} times the choice's time; {reason}"
 
 
 @dataclass(frozen=True)
@@ -151,8 +207,9 @@ class SweepReport:
 
     def text(self) -> str:
         """A row per value."""
-        cells = "{value} {chain} {num_chunks} {predicted_us:,.0f} {stock_us:,.0f} {ratio:.2f}x"
-        columns = (f">{self.key}", "chain", ">chunks", ">us", ">alltoall us", ">speedup")
+        cells = "{value} {chain} {num_chunks} {predicted_us:,.0f}"
+        cells += " {stock} {stock_us:,.0f} {ratio:.2f}x"
+        columns = (f">{self.key}", "chain", ">chunks", ">us", "stock", ">us", ">speedup")
         return table(columns, [cells.format(**row).split() for row in self.rows])
 
 
@@ -165,10 +222,10 @@ def sweep(request: PlanRequest, key: str, values: Sequence[Any]) -> SweepReport:
     rows = []
     for value in values:
         try:
-            plan = plan_request(replace(request, **{key.replace("-", "_"): value})).plan
+            plan = plan_request(replace(request, **{key.replace("-", "_"): value}))
         except UserError as problem:
             raise UserError(f"--sweep {key}={value}: {problem}") from problem
-        names = ("chain", "num_chunks", "predicted_us", "stock_us")
+        names = ("chain", "num_chunks", "predicted_us", "stock", "stock_us", "recommended")
         row = {"value": value, **{name: getattr(plan, name) for name in names}}
         rows.append({**row, "ratio": row["stock_us"] / row["predicted_us"]})
     return SweepReport(key, rows)
@@ -192,12 +249,13 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
     Raises:
         UserError: the ranks do not fill hosts, or the file cannot be written.
     """
-    layout, cluster, plan = planned.layout, planned.cluster, planned.plan
+    layout, cluster = planned.layout, planned.nodes
     on_host = min(cluster.ranks_per_host or cluster.ranks_per_node, layout.world_size)
     rule = f"be whole hosts of {on_host} for a run file"
     require(layout.world_size % on_host == 0, "world_size", layout.world_size, rule)
     default_batch = 4 * layout.pp * planned.model.micro_batch_size * layout.dp
     megatron = {
+        DISPATCHER: planned.stock if planned.stock_wins else DISPATCHER_TYPE,
         "moe-monta-ranks-per-node": request.ranks_per_node and cluster.ranks_per_node,
         "sequence-parallel": layout.tp > 1,
         "seq-length": request.seq_length,
@@ -222,7 +280,10 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
         "slurm": {"options": {"time": 240, "gpus-per-node": on_host, "exclusive": True, "mem": 0}},
         "megatron": {name: value for name, value in megatron.items() if value},
     }
-    head = f"# `monta plan --out` chose {plan.chain} x{plan.num_chunks}: {plan.reason}.\n"
+    head = f"# `monta plan --out` chose {planned.choice.name}: {planned.reason}.\n"
+    if planned.stock_wins:
+        head = f"# `monta plan --out` chose stock {planned.stock}. Benefit of monta: "
+        head += f"{planned.benefit.text}.\n"
     files.write_whole(path, f"{head}{strict_yaml.dump(data)}{TO_FILL_IN}")
 
 

@@ -1,11 +1,15 @@
 """Requests of `monta plan`, and what is planned for them: a layout, its chain, a rank's memory."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from monta_megatron.chains import CHAINS
+from monta_megatron.common import strict_yaml
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import PositiveInt, require
+from monta_megatron.planner.benefit import Benefit, benefit_of
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.layout import (
@@ -14,14 +18,16 @@ from monta_megatron.planner.layout import (
     ParallelLayout,
     most_moe_layers,
     shape_of_layout,
+    training_of_layout,
     uneven_stages,
 )
 from monta_megatron.planner.model import Model, Reader, load_model
-from monta_megatron.planner.plan import Benefit, Plan
+from monta_megatron.planner.plan import NUM_CHUNKS, Plan
 from monta_megatron.planner.plan import plan as plan_shape
 from monta_megatron.planner.ranking import (
     RankedLayout,
     TrainingMemory,
+    num_parameters,
     rank_layouts,
     training_memory,
 )
@@ -59,35 +65,54 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class Planned(Plan):
     """The plan of a request.
 
     Attributes:
         model: the trained model, with the batch of the request.
-        cluster: the nodes of the job.
-        layout: the one that was named, or the first of `ranking`.
-        ranking: layouts that fit, where none was named.
-        plan: for the layout.
-        memory: of a training on a rank.
-        benefit: over stock, in an iteration.
+        nodes: the nodes of the job, and their costs.
+        layout: the layout that was named, or the first of `ranking`.
+        ranking: the layouts that fit, the best first; None where a layout was named.
+        memory: memory of a training on a rank.
+        benefit: the gain over stock, in an iteration.
     """
 
     model: Model
-    cluster: Cluster
+    nodes: Cluster
     layout: ParallelLayout
     ranking: list[RankedLayout] | None
-    plan: Plan
     memory: TrainingMemory
     benefit: Benefit
 
+    def document(self) -> dict[str, Any]:
+        """Fields of a JSON document; `docs/plans.md` has them."""
+        plan = Plan(**{entry.name: getattr(self, entry.name) for entry in fields(Plan)})
+        ranking = self.ranking
+        return {
+            **plan.document(),
+            "model": self.model.name,
+            "num_parameters": num_parameters(self.model),
+            "layout": strict_yaml.plain(self.layout),
+            "layouts": None if ranking is None else [layout.document() for layout in ranking],
+            "memory": self.memory.document(),
+            "benefit": self.benefit.document(),
+        }
 
-def plan_request(request: PlanRequest, node_size: int | None = None, **settings: Any) -> Planned:
+
+def plan_request(
+    request: PlanRequest,
+    *,
+    node_size: int | None = None,
+    chains: Sequence[str] = tuple(CHAINS),
+    num_chunks: Sequence[int] = NUM_CHUNKS,
+) -> Planned:
     """Read the files of a request, rank the layouts where it names none, and plan.
 
     Args:
-        request: to plan.
+        request: the request.
         node_size: ranks that the node link of a layout joins; None for the cluster's.
-        settings: arguments of `planner.plan.select_chain`.
+        chains: the chains to consider.
+        num_chunks: the numbers of chunks to consider.
 
     Raises:
         UserError: a file or a size is wrong, no layout fits, or no chain can run.
@@ -120,7 +145,9 @@ def plan_request(request: PlanRequest, node_size: int | None = None, **settings:
 
     # Step 3: the chain.
     shape = shape_of_layout(model, layout, node_size or cluster.ranks_per_node, request.tokens)
-    plan = plan_shape(shape, cluster, **settings)
+    # A chain that is named may run where "auto" does not choose it.
+    training = training_of_layout(model, layout, auto=len(chains) > 1)
+    plan = plan_shape(shape, cluster, chains=chains, num_chunks=num_chunks, training=training)
     notes = [
         f"{model.num_layers} layers on {layout.pp} stages need --{name} {layers}"
         for name, layers in (uneven_stages(model, layout.pp) or {}).items()
@@ -128,6 +155,7 @@ def plan_request(request: PlanRequest, node_size: int | None = None, **settings:
     split = next(filter(Reader(model.arguments, model.name).value, UNREAD_SPLITS), None)
     if layout.pp > 1 and split is not None:
         notes.append(f"{split} is not followed: stages are taken to have equal numbers of layers")
+    plan = replace(plan, notes=(*model.notes, *cluster.doubts, *plan.notes, *notes))
 
     # Step 4: how often an iteration waits for it.
     tokens, number = shape.tokens_per_rank, None
@@ -136,11 +164,11 @@ def plan_request(request: PlanRequest, node_size: int | None = None, **settings:
         number = math.ceil(number * layout.tokens_per_rank(model) / tokens)
     layers = most_moe_layers(model, layout.pp)
     return Planned(
+        **vars(plan),
         model=model,
-        cluster=cluster,
+        nodes=cluster,
         layout=layout,
         ranking=ranking,
-        plan=replace(plan, notes=(*notes, *cluster.doubts, *model.notes)),
         memory=training_memory(model, cluster, layout, tokens),
-        benefit=replace(plan.benefit, num_moe_layers=layers, num_micro_batches=number),
+        benefit=benefit_of(plan, training, layers, number),
     )
