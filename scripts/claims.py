@@ -114,12 +114,13 @@ def backends() -> str:
     return table([">EP", "dispatcher", ">us", ">times as fast"], rows)
 
 
-TIMES = (">alltoall us", "choice", ">us", ">speedup")
+TIMES = (">alltoall us", ">allgather us", "choice", ">us", ">speedup over the faster")
 
 
 def _times(plan: Plan) -> list[Any]:
     us, stock_us = plan.predicted_us, plan.stock_us
-    return [f"{stock_us:,.0f}", _choice(plan), f"{us:,.0f}", f"{stock_us / us:.2f}x"]
+    times = [f"{plan.stock_times_us[name]:,.0f}" for name in ("alltoall", "allgather")]
+    return [*times, _choice(plan), f"{us:,.0f}", f"{stock_us / us:.2f}x"]
 
 
 def _choice(plan: Plan) -> str:
