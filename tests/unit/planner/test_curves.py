@@ -207,7 +207,7 @@ def test_no_candidate_gets_faster_with_more_tokens(name: str) -> None:
             request = PlanRequest(
                 model="qwen3_30b_a3b", cluster=cluster, world_size=ep, tp=1, ep=ep, tokens=tokens
             )
-            plan = plan_request(request).plan
+            plan = plan_request(request)
             times_us = {
                 (candidate.chain, candidate.num_chunks): candidate.predicted_us
                 for candidate in plan.candidates
