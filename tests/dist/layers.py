@@ -9,6 +9,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, cycle, islice
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -39,10 +40,12 @@ class Case(exchanges.Case):
     Megatron's. `params_dtype` is the rows' dtype unless given; `by_value` has `ValueExperts`, which
     take rows of any dtype and width.
 
-    An optimizer makes a step after each of `num_steps` micro-batches. Rows are [T / B, B, W], B =
-    `batch`, or [T, W] where that is 0; `strided` ones have gaps between them, and lists lie
-    transposed. Where a case is not of training, every other step trains all the same. `recompute`
-    is "reentrant" or "not reentrant" where backward runs our layer again.
+    An optimizer makes a step after each of `num_steps` micro-batches, or after `micro_batches` of
+    them, cyclically. `log_probs` has a pass without gradients in training mode before each, and the
+    layer of the rank `evaluating` is in eval mode where the others' are in training mode. Rows are
+    [T / B, B, W], B = `batch`, or [T, W] where that is 0; `strided` ones have gaps between them,
+    and lists lie transposed. Where a case is not of training, every other step trains all the same.
+    `recompute` is "reentrant" or "not reentrant" where backward runs our layer again.
     """
 
     chain: str = "alltoall_allgather"
@@ -66,6 +69,9 @@ class Case(exchanges.Case):
     strided: bool = False
     is_training: bool = True
     recompute: str = ""
+    micro_batches: Sequence[int] = (1,)
+    log_probs: bool = False
+    evaluating: int | None = None
 
     @property
     def has_tokens(self) -> bool:
@@ -343,8 +349,15 @@ def forward_backward(
     ]
     rows = batch.tokens.requires_grad_(with_input_gradient)
     layer.train(is_training).zero_grad()
+    is_ours = hasattr(dispatcher, "chooser")
+    if is_ours and case.evaluating == dist.get_rank():
+        layer.eval()
+    if is_ours and case.log_probs and is_training:
+        with torch.no_grad():
+            layer(given(rows.detach()))
+        calls.clear()
     with torch.set_grad_enabled(is_training):
-        if case.recompute and hasattr(dispatcher, "chooser"):
+        if case.recompute and is_ours:
             is_reentrant = case.recompute == "reentrant"
             output, _ = checkpoint(layer, given(rows), use_reentrant=is_reentrant)
         else:
@@ -423,13 +436,15 @@ def run_beside_stock(
     for num_chunks in chunks or (case.num_chunks,):
         each = replace(case, num_chunks=num_chunks)
         layer, optimizer = build_layer(each), idle_optimizer()
+        steps_end_after = set(accumulate(islice(cycle(case.micro_batches), case.num_steps)))
         dispatcher = layer.token_dispatcher
         assert type(dispatcher).__name__ == "MontaTokenDispatcher"
         for step, theirs in enumerate(expected):
             patched = rows_counted_from_the_map() if is_patched else contextlib.nullcontext()
             with entering(dispatcher) as waited, patched:
                 ours = forward_backward(each, layer, step)
-            optimizer.step()
+            if step + 1 in steps_end_after:
+                optimizer.step()
             choices.append(dispatcher.choice)
             rows = CHAINS[dispatcher.choice.chain].rows
             if is_patched and case.chain != "auto" and not case.config:
@@ -454,7 +469,8 @@ _stock_results: dict[str, list[Result]] = {}
 def stock_results(case: Case) -> list[Result]:
     """What stock gives in each step of a case."""
     ours: dict[str, Any] = {"num_chunks": None, "ranks_per_node": None, "options": {}}
-    ours |= {"pipelined": False, "checked": True, "recompute": ""}
+    ours |= {"pipelined": False, "checked": True, "recompute": "", "micro_batches": (1,)}
+    ours |= {"log_probs": False, "evaluating": None}
     key = repr(replace(case, chain="alltoall", **ours))
     if key not in _stock_results:
         stock = build_layer(case, "alltoall")

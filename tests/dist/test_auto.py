@@ -144,8 +144,8 @@ def test_ranks_that_choose_otherwise_are_told() -> None:
     chooser = build_layer(PICKED).token_dispatcher.chooser
     chooser.tuner.choice = Choice(chain="allgather", num_chunks=3 if dist.get_rank() == 2 else 2)
     chooser._set_step_tag()
-    counts = SimpleNamespace(tags=np.array(gathered(chooser.tag)), max_tokens=1)
-    error = error_of(chooser.choose, counts, False, torch.device("cpu"))
+    counts = SimpleNamespace(tags=np.array(gathered(chooser.tag(False))), max_tokens=1)
+    error = error_of(chooser.choose, counts, torch.device("cpu"))
     assert "ranks 0 and 2 differ in choice: allgather in 2 chunks and allgather in 3" in error
 
 

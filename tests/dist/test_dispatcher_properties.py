@@ -72,6 +72,8 @@ def draw_cases(world_size: int, seed: int) -> Iterator[Case]:
             "num_chunks": draw.randint(1, 7),
             "recompute": draw.choice(["", "", "reentrant", "not reentrant"]),
             "strided": draw.random() < 0.3,
+            "log_probs": draw.random() < 0.2,
+            "evaluating": draw.choice([None] * 4 + [draw.randrange(world_size)]),
             "pipelined": case.has_tokens and draw.random() < 0.25,
             "checked": draw.random() < 0.1,
             "seed": draw.randrange(2**31),
@@ -80,7 +82,13 @@ def draw_cases(world_size: int, seed: int) -> Iterator[Case]:
         if is_auto:
             # A planner takes longer than a case: one configuration, which it is asked for again.
             changes |= {"chain": "auto", "num_local_experts": 2, "topk": 2, "num_chunks": None}
-            changes |= {"options": {"tune_steps": draw.choice([0, 6])}, "num_steps": 8}
+            changes |= {"options": {"tune_steps": draw.choice([0, 6])}, "num_steps": 12}
+            # Tokens are drawn anew for every micro-batch, in any number.
+            changes |= {
+                "tokens": tuple(draw.randint(0, 24) for _ in range(12 + world_size)),
+                "micro_batches": tuple(draw.randint(1, 3) for _ in range(12)),
+                "batch": 1,
+            }
         changed = replace(case, **changes)
         if changed.config == CALLS[PADDED]["config"] and changed.has_tokens:
             changed = replace(changed, config=CALLS[DROPPED]["config"])
@@ -89,6 +97,9 @@ def draw_cases(world_size: int, seed: int) -> Iterator[Case]:
         if changed.dtype == "float64":
             # Stock reduces over ETP in the dtype of the probabilities.
             changed = replace(changed, probs_dtype="float64")
+        if changed.dtype == "float16" and changed.probs_dtype == "bfloat16":
+            # No router of Megatron's has them; stock would round sums over ETP to 8 bits.
+            changed = replace(changed, probs_dtype="float32")
         yield changed
 
 

@@ -86,6 +86,70 @@ def test_losses_while_tuning_are_those_of_a_fixed_chain(name: str) -> None:
     assert losses == fixed.train(NUM_STEPS)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("recompute", ["", "reentrant", "not reentrant"])
+@on_ranks(4)
+def test_log_probabilities_and_pauses_are_not_timed(recompute: str) -> None:
+    """Passes in training mode without a backward pass, before every step, and a pause."""
+    from monta_megatron.exchange import monitor
+
+    compared = []
+    for log_probs in (0, 1):
+        model = Model(CASE, Training(log_probs=log_probs, recompute=recompute))
+        with mock.patch.object(monitor, "time", model.clock):
+            model.train(NUM_STEPS)
+        compared.append(same_on_all_ranks(model.chooser.tuner.window.comparison))
+    without, beside = compared
+    assert beside.num_measured == without.num_measured and beside.kind == without.kind
+    assert beside.us.keys() == without.us.keys()
+    assert all(beside.us[choice] <= 2 * without.us[choice] for choice in without.us)
+
+
+@pytest.mark.timeout(60)
+@on_ranks(4)
+def test_steps_that_are_drawn_anew_are_compared_per_token() -> None:
+    """The first candidate takes the least time for a token, in the clock that is put in.
+
+    A round more is needed: after three, the last two candidates are known by one time each.
+    """
+    from monta_megatron.exchange import monitor
+
+    model = Model(CASE, Training(is_drawn=True))
+    with printed() as said, mock.patch.object(monitor, "time", model.clock):
+        model.train(STEPS + 3 + TIME_LAG + 1)
+    window = same_on_all_ranks(model.chooser.tuner.window)
+    assert window.end == STEPS + 3 and window.comparison.kind is None
+    assert set(window.comparison.num_measured.values()) == {3}
+    assert window.best == next(iter(window.candidates))
+    if dist.get_rank() == 0:
+        assert "for steps of unequal work, compared per token; " in said.getvalue()
+
+
+@on_ranks(4)
+def test_a_rank_that_evaluates_runs_what_the_others_run() -> None:
+    """In one of two layers, while they train; the step is not timed, the next one is."""
+    model = Model(CASE, Training())
+    model.step(0)
+    model.layers[1].train(dist.get_rank() != 1)
+    model.step(1)
+    model.layers[1].train()
+    model.step(2)
+    steps = [(step, choice) for step, choice, _ in model.exchanges]
+    assert len(set(same_on_all_ranks(steps))) == 3
+    assert set(model.chooser.tuner.window.trials) == {0, 2}
+
+
+@on_ranks(2)
+def test_a_rank_that_evaluates_from_the_start_is_followed() -> None:
+    """No window opens, and the planner picks for all ranks alike."""
+    case = replace(AUTO, ep=2, ranks_per_node=1, options=TUNED)
+    layer = build_layer(case)
+    for step in range(3):
+        forward_backward(replace(case, evaluating=1), layer, step)
+    same_on_all_ranks(layer.token_dispatcher.choice)
+    assert layer.token_dispatcher.chooser.tuner.window is None
+
+
 @on_ranks(4)
 def test_the_winner_runs_from_the_third_step_after_the_window() -> None:
     """24 steps; the best so far runs in two, since the times of the last steps are on their way.
@@ -95,15 +159,22 @@ def test_the_winner_runs_from_the_third_step_after_the_window() -> None:
     from monta_megatron.integration import auto
 
     model = Model(replace(CASE, options=AUTO.options | {"tune_steps": 24}), Training())
-    us: dict[str, float] = {}
+    us, choice_of = dict[str, float](), dict[int, str]()
+    take = auto.IterationClock.take
 
-    def take(clock: auto.IterationClock) -> list[float]:
-        return [us.get(model.exchanges[-1][1], 1000.0)]
+    def take_named(clock: auto.IterationClock) -> list[auto.Segment]:
+        segments = take(clock)
+        for segment in segments:
+            choice_of[id(segment)] = model.exchanges[-1][1]
+        return segments
+
+    def us_of(segments: list[auto.Segment]) -> float:
+        return sum(us.get(choice_of[id(segment)], 1000.0) for segment in segments)
 
     with (
         printed() as said,
-        mock.patch.object(auto.IterationClock, "take", take),
-        mock.patch.object(auto, "us_of", sum),
+        mock.patch.object(auto.IterationClock, "take", take_named),
+        mock.patch.object(auto, "us_of", us_of),
     ):
         model.step(0)
         names = [choice.name for choice in model.chooser.tuner.window.candidates]

@@ -82,10 +82,12 @@ def check(num_steps: int, skips: bool, workloads: int) -> None:
     assert len(candidates) == num_steps // ROUNDS and window.best in candidates
     trials = [choice for step in range(num_steps) for choice in ran[step]]
     assert sorted(trials) == sorted(candidates * ROUNDS)
-    after = {choice for step in ran if step >= num_steps + TIME_LAG for choice in ran[step]}
-    assert after == {window.best}
-    assert all(trial.us for trial in window.trials.values())
-    numbers = {trial.workload.num_exchanges for trial in window.trials.values()}
+    # Steps of unequal work may need more rounds than the training has.
+    assert window.end == num_steps or workloads > 1
+    after = {choice for step in ran if step >= window.end + TIME_LAG for choice in ran[step]}
+    assert after == {window.best} or (workloads > 1 and len(after) <= 1)
+    assert all(window.trials[step].us for step in range(num_steps))
+    numbers = {trial.work.num_exchanges for trial in window.trials.values()}
     assert len(numbers) == workloads
     # On all exchanges candidates are in phase; evaluation may be later.
     trained = {

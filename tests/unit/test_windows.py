@@ -34,7 +34,8 @@ SHAPE = Shape(
 )
 # Of two ranks that say the same.
 ZEROS = np.zeros(2, np.int64)
-COUNTS: Any = SimpleNamespace(tags=ZEROS, max_tokens=64, received_rows=ZEROS)
+TAGS = ZEROS | auto.IN_TRAINING
+COUNTS: Any = SimpleNamespace(tags=TAGS, max_tokens=64, received_rows=ZEROS)
 TUNE_STEPS = 6
 said: list[str] = []
 
@@ -67,7 +68,8 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[auto.AutoChooser]:
 def train(step_of: torch.optim.Optimizer, *used: auto.AutoChooser) -> None:
     """An iteration with a micro-batch of each."""
     for chooser in used:
-        assert chooser.choose(COUNTS, True, torch.device("cpu")) is not None
+        assert chooser.choose(COUNTS, torch.device("cpu")) is not None
+        chooser.time_exchange(chooser, COUNTS).train(torch.empty(0))
     auto._enter_step(step_of)
 
 
@@ -120,16 +122,16 @@ def test_what_lies_between_optimizers_is_not_measured(
             next(clock), next(clock)
             train(actor, shared)
     # The head of step 3 has the time of step 1, of two segments of 1 ms each.
-    assert shared.tuner.step == 3 and shared.tag & auto.MOST_TICKS == 2_000 // auto.TICK_US
+    assert shared.tuner.step == 3 and shared.tag(True) & auto.MAX_TICKS == 2_000 // auto.TICK_US
 
 
 @pytest.mark.parametrize(("ticks", "us"), [((7, 5), [70]), ((0, 5), []), ((0, 0), [])])
 def test_the_slowest_rank_s_time_is_compared_unless_one_has_none(
     two: list[auto.AutoChooser], ticks: tuple[int, int], us: list[int]
 ) -> None:
-    counts: Any = SimpleNamespace(**{**vars(COUNTS), "tags": np.array(ticks)})
+    counts: Any = SimpleNamespace(**{**vars(COUNTS), "tags": TAGS | np.array(ticks)})
     with mock.patch.object(two[0].tuner, "add_time") as add_time:
-        two[0].choose(counts, True, torch.device("cpu"))
+        two[0].choose(counts, torch.device("cpu"))
     assert [call.args[0] for call in add_time.call_args_list] == us
 
 

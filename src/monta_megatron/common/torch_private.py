@@ -34,6 +34,11 @@ def is_profiling() -> bool:
     return profiler._is_profiler_enabled
 
 
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread, as around a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def options_of(group: dist.ProcessGroup) -> Any:
     """The options with which a group was made; None if its backend keeps none.
 

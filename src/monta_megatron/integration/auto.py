@@ -1,17 +1,21 @@
 """Choosers: the choice of each optimizer step, the same on all ranks of an expert group.
 
 `planner.tuning` defines the words: choice, pick, candidate, trial, round, tuning window, winner.
-Step n begins as the optimizer's step that ends step n - 1 is entered. Its iteration is timed from
-its first training counts (of a micro-batch whose layer is in training mode) to the entry of the
-optimizer's step that ends it; evaluation, checkpoints and data loading lie outside.
+Step n starts when the optimizer step that ends step n - 1 is entered. Its iteration is timed from
+its first training counts (of a micro-batch whose layer is in training mode on all ranks) to the
+entry of the optimizer step that ends it; evaluation, checkpoints and data loading lie outside, and
+so do passes that no backward pass follows, with the pauses behind them (`exchange.monitor`).
 
 Every count exchange carries a tag of 63 bits from each rank:
 
     32 bits    hash of choice and options; within a tuning window also of the step number
-    31 bits    the rank's time of an iteration in units of 10 us; 0: none
+    1 bit      whether the rank's layer is in training mode
+    30 bits    the rank's time of an iteration in units of 10 us; 0: none
 
 The tags of step n carry the times of step n - 2. Apart from the tags, ranks exchange something at
 construction only. So an expert group that has no micro-batch, or only evaluates, blocks no other.
+Where one rank evaluates while others of its group train, all run one choice, and the step is not
+timed.
 """
 
 from collections.abc import Sequence
@@ -27,7 +31,7 @@ from monta_megatron.common.torch_private import is_open
 from monta_megatron.core import Choice
 from monta_megatron.exchange.agreement import gather_objects
 from monta_megatron.exchange.count_messages import MicroBatchCounts, busiest_over_mean
-from monta_megatron.exchange.monitor import IterationClock, Segment, us_of
+from monta_megatron.exchange.monitor import IterationClock, Segment, TimedExchange, us_of
 from monta_megatron.integration.optimizer_steps import call_at_steps
 from monta_megatron.integration.planning import hash_of
 from monta_megatron.integration.ranks import check_same_config
@@ -36,8 +40,10 @@ from monta_megatron.integration.results import WindowResult, write_result
 if TYPE_CHECKING:
     from monta_megatron.planner.tuning import Tuner, TuningWindow
 
-TIME_BITS = 31
-TICK_US, MOST_TICKS = 10, (1 << TIME_BITS) - 1
+TIME_BITS = 30
+TICK_US, MAX_TICKS = 10, (1 << TIME_BITS) - 1
+IN_TRAINING = 1 << TIME_BITS
+HASH_SHIFT = TIME_BITS + 1
 
 
 class Chooser:
@@ -51,7 +57,6 @@ class Chooser:
     Attributes:
         step_choice: the choice of all micro-batches of this step. None: each micro-batch has the
             planner's pick for its own counts, so its choice is unknown until they are here.
-        tag: 63 bits that this rank sends with its counts.
     """
 
     def __init__(
@@ -60,7 +65,11 @@ class Chooser:
         self.step_choice, self.agreed_config, self.group = choice, agreed_config, group
         self._set_tag(agreed_config)
 
-    def choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
+    def tag(self, is_training: bool) -> int:
+        """The 63 bits that this rank sends with the counts of a layer in that mode."""
+        return self._tag | (IN_TRAINING if is_training else 0)
+
+    def choose(self, counts: MicroBatchCounts, device: torch.device) -> Choice:
         """Compare the tags of all ranks, and return the choice of the micro-batch of the counts.
 
         Raises:
@@ -70,8 +79,12 @@ class Chooser:
         assert self.step_choice is not None, "given"
         return self.step_choice
 
+    def time_exchange(self, layer: object, counts: MicroBatchCounts) -> TimedExchange | None:
+        """Time the exchange of the counts that were just chosen for; None if it is not timed."""
+        return None
+
     def _check_tags(self, counts: MicroBatchCounts) -> None:
-        if len(set((counts.tags >> TIME_BITS).tolist())) > 1:
+        if len(set((counts.tags >> HASH_SHIFT).tolist())) > 1:
             # All ranks see it. They agreed at construction, so the step or the choice differs.
             by_rank = gather_objects(self._hashed, self.group, "comparison of choices")
             check_same_config(by_rank, dist.get_process_group_ranks(self.group))
@@ -79,7 +92,7 @@ class Chooser:
     def _set_tag(self, agreed: dict[str, Any], ticks: int = 0) -> None:
         """Set the tag: a hash of the values that all ranks have to share, and this rank's time."""
         self._hashed = agreed
-        self.tag = hash_of(agreed) << TIME_BITS | ticks
+        self._tag = hash_of(agreed) << HASH_SHIFT | ticks
 
 
 class AutoChooser(Chooser):
@@ -121,6 +134,10 @@ class AutoChooser(Chooser):
         # Rows of the busiest rank over the mean, for the report.
         self._busiest: float | None = None
         self._num_results = 0
+        # Whether layers have run in training mode in this step, and in the one before.
+        self._ran, self._ran_before = False, False
+        # Whether ranks were in different modes in this step.
+        self._is_mixed = False
         super().__init__(None, agreed_config, group)
 
     def enter_step(self, optimizer: Any) -> None:
@@ -128,28 +145,37 @@ class AutoChooser(Chooser):
         self._clock.stop()
         if self.permuted_only or not self._ends_step(optimizer):
             return
-        self._segments[self.tuner.step] = self._clock.take()
+        segments = self._segments[self.tuner.step] = self._clock.take()
         self._segments.pop(self.tuner.timed_step, None)
         window = self.tuner.window
-        self.tuner.next_step(self._others_tune)
+        tokens = [] if self._is_mixed else trained_tokens(segments)
+        self.tuner.next_step(tokens, self._others_tune)
+        self._ran, self._ran_before, self._is_mixed = False, self._ran, False
         self._keep_while_tuning()
         if window is not None and self.tuner.result is not None:
             self._report_result(window, self.tuner.result)
         self._set_step_tag()
 
-    def choose(self, counts: MicroBatchCounts, is_training: bool, device: torch.device) -> Choice:
+    def choose(self, counts: MicroBatchCounts, device: torch.device) -> Choice:
         """See `Chooser`."""
         self._check_tags(counts)
-        if is_training and not self.permuted_only:
+        in_training = counts.tags & IN_TRAINING != 0
+        if in_training.any() and not in_training.all():
+            self._is_mixed = True
+        if in_training.all() and not self.permuted_only:
             self._clock.start(device)
-            if self.tuner.workload(self.tuner.step) is None:
+            if not self._ran:
+                self._ran = True
                 self._receive_times(counts)
                 if self.tuner.window is None and not self._others_tune:
                     self.tuner.open_window(counts.max_tokens)
                     self._set_step_tag()
-            self.tuner.add_exchange(counts.max_tokens)
             self._keep_while_tuning()
         return self.step_choice or self.tuner.pick(counts.max_tokens)
+
+    def time_exchange(self, layer: object, counts: MicroBatchCounts) -> TimedExchange | None:
+        """See `Chooser`."""
+        return self._clock.add(layer, counts.max_tokens)
 
     def _ends_step(self, optimizer: Any) -> bool:
         """Count the optimizer's step; whether it ends the current one.
@@ -169,7 +195,7 @@ class AutoChooser(Chooser):
     def _receive_times(self, counts: MicroBatchCounts) -> None:
         """Add the longest time of any rank in step n - 2; lost if a rank has none."""
         self._busiest = busiest_over_mean(counts.received_rows) or self._busiest
-        ticks = counts.tags & MOST_TICKS
+        ticks = counts.tags & MAX_TICKS
         if ticks.all():
             self.tuner.add_time(int(ticks.max()) * TICK_US)
 
@@ -181,7 +207,7 @@ class AutoChooser(Chooser):
             # Outside of a window, ranks may differ in their steps.
             number = {"step": self.tuner.step if self.tuner.is_open else None}
             agreed = number | self.agreed_config | {"choice": self.step_choice.name}
-            self._set_tag(agreed, min(round(us / TICK_US), MOST_TICKS))
+            self._set_tag(agreed, min(round(us / TICK_US), MAX_TICKS))
 
     def _report_result(self, window: "TuningWindow", result: str) -> None:
         """Report a window's result; each expert group has its own, which its first rank reports."""
@@ -204,8 +230,7 @@ class AutoChooser(Chooser):
     @property
     def tunes(self) -> bool:
         """Whether a window is open, and layers have run in this step or the one before."""
-        tuner = self.tuner
-        return tuner.is_open and any(tuner.workload(tuner.step - ago) for ago in (0, 1))
+        return self.tuner.is_open and (self._ran or self._ran_before)
 
     def _keep_while_tuning(self) -> None:
         if self.tunes:
@@ -218,6 +243,12 @@ class AutoChooser(Chooser):
         """Whether other layers of this expert group have an open window; see `tunes`."""
         others = (each for each in _shared.values() if each.group is self.group)
         return any(each.tunes for each in others if each is not self)
+
+
+def trained_tokens(segments: Sequence[Segment]) -> list[int]:
+    """Tokens of the exchanges of a step that a backward pass followed."""
+    exchanges = [exchange for segment in segments for exchange in segment.exchanges]
+    return [exchange.tokens for exchange in exchanges if exchange.is_trained]
 
 
 def result_line(ranks: Sequence[int], result: str, busiest: float | None) -> str:

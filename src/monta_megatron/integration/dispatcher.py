@@ -45,7 +45,7 @@ from monta_megatron.common.errors import UserError
 from monta_megatron.core import Choice
 from monta_megatron.exchange.exchange import Exchange
 from monta_megatron.exchange.executor import combine, dispatch
-from monta_megatron.exchange.monitor import Monitor
+from monta_megatron.exchange.monitor import Monitor, TimedExchange
 from monta_megatron.exchange.pipeline import Experts, run_pipeline
 from monta_megatron.exchange.rows import expert_ids_of
 from monta_megatron.integration.count_sources import (
@@ -82,10 +82,12 @@ class MicroBatch:
     Attributes:
         exchanges: the bound chain; one per chunk with the experts in the pipeline.
         ids_TW: experts of each token, which `token_dispatch` adds for `compute`.
+        timed: this exchange on the clock of the iteration; None where it is not timed.
     """
 
     exchanges: tuple[Exchange, ...]
     ids_TW: torch.Tensor | None = None
+    timed: TimedExchange | None = None
 
     @property
     def num_source_rows(self) -> int:
@@ -200,7 +202,7 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         if not self.drop_and_pad:
             # A graph would replay the number of its capture.
             num_received = 0 if captures else self._num_received
-            tag = self.chooser.tag
+            tag = self.chooser.tag(self._is_training)
             self.joined_counts = self.setup.counts.collect(self.routing_map, tag, num_received)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
@@ -284,6 +286,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
         batch, rows_NH = self._batch, hidden_states
         if not self.computes:
             rows_NH = combine(batch.exchanges[0], rows_NH)
+        if batch.timed is not None and rows_NH.requires_grad:
+            rows_NH.register_hook(batch.timed.train)
         # For the next counts; in `_bound` it would delay the first collective.
         self._num_received = int(sum(each.bound_chain.num_expert_rows for each in batch.exchanges))
         # Autograd holds the exchanges until the backward passes have run.
@@ -412,9 +416,8 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
 
         A choice is checked before its first use.
         """
-        counts, layer = read_counts(), None if self.moe_layer is None else self.moe_layer()
-        is_training = torch.is_grad_enabled() if layer is None else layer.training
-        choice = self.chooser.choose(counts, is_training, self.probs.device)
+        counts = read_counts()
+        choice = self.chooser.choose(counts, self.probs.device)
         assert self.choice in (None, choice), f"entered for {self.choice}, chosen: {choice}"
         self.choice = choice
         self.received_rows = counts.received_rows.copy()
@@ -428,7 +431,12 @@ class MontaTokenDispatcher(stock.MoEAlltoAllTokenDispatcher):
             monitor=self.monitor,
             least_width=self.config.moe_router_topk if self._has_topk else 0,
         )
-        return MicroBatch(exchanges=exchanges)
+        return MicroBatch(exchanges=exchanges, timed=self.chooser.time_exchange(self, counts))
+
+    @property
+    def _is_training(self) -> bool:
+        layer = None if self.moe_layer is None else self.moe_layer()
+        return torch.is_grad_enabled() if layer is None else layer.training
 
     def _check(self, choice: Choice) -> None:
         """Run the round trip with known answer, before a choice first carries rows."""

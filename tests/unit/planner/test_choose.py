@@ -14,7 +14,8 @@ from monta_megatron.core import Choice
 from monta_megatron.planner import plan as planner_plan
 from monta_megatron.planner.choose import STOCK, Planner, half_octave
 from monta_megatron.planner.plan import NUM_CHUNKS
-from monta_megatron.planner.tuning import TuningWindow, Workload
+from monta_megatron.planner.trials import Work
+from monta_megatron.planner.tuning import TuningWindow
 
 LETTERS = {"alltoall": "a", "hierarchical_alltoall": "h", "alltoall_dedup": "d"}
 # us of a chain in 1, 2, 4 and 8 chunks.
@@ -92,18 +93,24 @@ def test_a_given_choice_is_not_priced(
 A, B, C = STOCK, *(Choice(chain=name, num_chunks=2) for name in list(LETTERS)[1:])
 
 
+def window_of(candidates: dict[Choice, float], **changes: Any) -> TuningWindow:
+    return TuningWindow(
+        **{"candidates": candidates, "tokens": 4000, "first": 0, "num_steps": 6, **changes}
+    )
+
+
 @pytest.mark.parametrize("num_steps", [6, 7, 24, 25])
 def test_rounds_are_in_phase_with_a_trial_of_each_candidate(num_steps: int) -> None:
     length = num_steps // 3
     for first in (100, 103, 107):
-        window = TuningWindow(candidates={A: 3, B: 2, C: 1}, first=first, num_steps=num_steps)
+        window = window_of({A: 3, B: 2, C: 1}, first=first, num_steps=num_steps)
         steps = range(window.first, window.end)
         assert all(window.candidate_of(step) == (A, B, C)[step % length % 3] for step in steps)
         assert min(Counter(step % length for step in steps).values()) == 3
         assert window.candidate_of(window.first - 1) is window.candidate_of(window.end) is None
         # The times of the last steps are on their way for two more.
         assert [window.is_open(window.end + late) for late in (-1, 0, 1, 2)] == [True] * 3 + [False]
-    none = TuningWindow(candidates={A: 3, B: 2}, first=0, num_steps=0)
+    none = window_of({A: 3, B: 2}, num_steps=0)
     assert not none.is_open(0) and none.candidate_of(0) is None
 
 
@@ -111,16 +118,20 @@ def test_rounds_are_in_phase_with_a_trial_of_each_candidate(num_steps: int) -> N
 def test_windows_by_hand(case: dict[str, Any]) -> None:
     candidates = dict(zip((A, B), case.get("predicted_us", (100, 50)), strict=True))
     warm = {each for each in candidates if name_of(each) in case.get("warm", ())}
-    window = TuningWindow(candidates=candidates, first=0, num_steps=6, warm=warm)
+    window = window_of(candidates, warm=warm)
     for step, us in enumerate(case["times_us"]):
-        num_exchanges, tokens = case.get("workloads", [(2, 4000)] * 6)[step]
-        window.add_trial(step, Workload(num_exchanges, half_octave(tokens)))
+        num_exchanges, tokens = case.get("works", [(2, 4000)] * 6)[step]
+        window.add_trial(step, Work(num_exchanges, num_exchanges * tokens, tokens))
         if us is not None:
             window.add_time(step, us)
+    measured = window.comparison
     found = {
-        "measured_us": {name_of(choice): us for choice, us in window.measured_us.items()},
+        "measured_us": {
+            name_of(choice): pytest.approx(us)
+            for choice, us in (measured.us if measured else {}).items()
+        },
         "best": window.best and name_of(window.best),
-        "workload": window.workload and list(window.workload),
+        "kind": measured and measured.kind and list(measured.kind),
         "cost": pytest.approx(window.cost),
     }
     assert {name: found[name] for name in found.keys() & case.keys()} == {

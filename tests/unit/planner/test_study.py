@@ -40,6 +40,16 @@ def shapes() -> Iterator[Shape]:
                 yield shape_of_layout(model, layout, RANKS_PER_NODE)
 
 
+def planner_of(shape: Shape, name: str) -> Planner:
+    """A planner with every chain, by the costs of the preset of that name."""
+    return Planner(
+        chains=tuple(each for each in CHAINS.values() if not each.incompatibility(shape.layout)),
+        num_chunks=NUM_CHUNKS,
+        shape=shape,
+        cluster=CLUSTERS[name],
+    )
+
+
 def excesses() -> Iterator[tuple[set[str], float]]:
     """Of each two clusters, assumed and true, on each shape."""
     for shape in shapes():
@@ -48,14 +58,7 @@ def excesses() -> Iterator[tuple[set[str], float]]:
             assert cluster.ranks_per_node == RANKS_PER_NODE
             if shape.layout.num_nodes > cluster.num_nodes:
                 continue
-            planner = Planner(
-                chains=tuple(
-                    each for each in CHAINS.values() if not each.incompatibility(shape.layout)
-                ),
-                num_chunks=NUM_CHUNKS,
-                shape=shape,
-                cluster=cluster,
-            )
+            planner = planner_of(shape, name)
             # Priced once: the planner keeps its selection.
             candidates[name] = planner.candidates(shape.tokens_per_rank, MOST_CANDIDATES)
             prices = planner.selection(shape.tokens_per_rank).prices
