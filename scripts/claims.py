@@ -17,6 +17,8 @@ import monta_megatron
 from monta_megatron.chains import CHAINS
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common.text import size_text, table
+from monta_megatron.core import Shape
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import load_cluster
 from monta_megatron.planner.curves import ResourceName
 from monta_megatron.planner.plan import Plan
@@ -43,15 +45,23 @@ PAIRS: dict[str, tuple[ResourceName, ...]] = {
 FACTORS = (1, 1.25, 1.5, 1.75, 2, 2.5)
 CONTENDED = (("a800_2x8_ib200", 8), ("a800_2x8_ib200", 64), ("h100_8x_ndr", 64))
 SEQUENCES = {"MoNTA-2x70B": (MONTA, "a800_2x8_ib200"), "Qwen3-235B": (QWEN, "h100_8x_ndr")}
+BACKENDS = "h100_8x_ndr"
+# Tokens of a rank: half of a sequence of 2,048, 4,096 and 16,384 tokens, as TP is 2.
+TOKENS = (1024, 2048, 8192)
 # GB/s of dispatch and of combine, by EP. Rows to each node of a token count, its own among them.
 PUBLISHED = {
-    # DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md: H100, bf16, 16 SMs, Torch API.
-    "Hybrid-EP": {16: (54.47, 53.35), 32: (47.36, 52.53), 64: (41.24, 46.57)},
+    # DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md: H100, bf16, 4,096 tokens of 7,168 values.
+    # The faster of 8 and 16 SMs: 8 at EP 16 and 64, 16 at EP 32.
+    "Hybrid-EP": {16: (57.74, 56.96), 32: (47.36, 52.53), 64: (41.46, 47.68)},
+    "Hybrid-EP, kernels": {16: (76.80, 68.00), 32: (57.69, 57.46), 64: (50.55, 51.03)},
     # DeepEP, docs/legacy.md: H800, ConnectX-7, dispatch in FP8, experts in at most 4 of 8 groups.
     "DeepEP V1": {16: (43, 43), 32: (58, 57), 64: (51, 50)},
     # DeepEP, README.md: SM90, ConnectX-7, dispatch in FP8.
     "DeepEP V2": {16: (90, 81), 32: (61, 61)},
 }
+# Backends that permute rows themselves; behind the others Megatron copies them into the experts'
+# order and back.
+PERMUTING = ("Hybrid-EP", "Hybrid-EP, kernels")
 
 
 def topologies() -> str:
@@ -96,22 +106,45 @@ def sequences() -> str:
 
 
 def backends() -> str:
-    """Four passes at the published rates, and copies into the experts' order and back."""
+    """Time of four passes at the published rates, and how many times as fast that is as monta."""
+    cluster = load_cluster(BACKENDS)
     rows = []
-    cluster = load_cluster("h100_8x_ndr")
     for ep in (16, 32, 64):
-        plan = monta_megatron.plan(cluster=cluster, **{**QWEN, "world_size": 8 * ep, "ep": ep})
-        shape, routing = plan.shape, plan.shape.routing
-        token_bytes = shape.tokens_per_rank * shape.hidden_size * shape.value_bytes
-        to_nodes, to_ranks = (routing.hits(parts).sum() for parts in (ep // 8, ep))
-        copied_bytes = token_bytes * (to_ranks + routing.max_experts_per_token)
-        copies_us = 4 * cluster.time_us("copy", "memory", copied_bytes)
-        rows.append([ep, f"monta: {_choice(plan)}", f"{plan.predicted_us:,.0f}", "1.00"])
+        layout = {**QWEN, "world_size": 8 * ep, "ep": ep}
+        plans = [monta_megatron.plan(cluster=cluster, tokens=tokens, **layout) for tokens in TOKENS]
+        rows.append([ep, "monta", *(f"{plan.predicted_us:,.0f}{_ends(plan, 1)}" for plan in plans)])
         for backend, rates in PUBLISHED.items():
             if ep in rates:
-                us = sum(2 * token_bytes * to_nodes / rate / 1e3 for rate in rates[ep]) + copies_us
-                rows.append([ep, backend, f"{us:,.0f}", f"{plan.predicted_us / us:.2f}"])
-    return table([">EP", "dispatcher", ">us", ">times as fast"], rows)
+                times = [_backend_us(plan.shape, cluster, backend, rates[ep]) for plan in plans]
+                cells = (
+                    f"{us:,.0f}: {plan.predicted_us / us:.2f}x{_ends(plan, us)}"
+                    for plan, us in zip(plans, times, strict=True)
+                )
+                rows.append([ep, backend, *cells])
+    return table([">EP", "dispatcher", *(f"{tokens:,} tokens" for tokens in TOKENS)], rows)
+
+
+def _backend_us(
+    shape: Shape, cluster: Cluster, backend: str, gbytes_per_s: tuple[float, float]
+) -> float:
+    """Time of dispatch and combine, forward and backward, at the rates of dispatch and combine."""
+    token_bytes = shape.tokens_per_rank * shape.hidden_size * shape.value_bytes
+    num_ranks, num_nodes = len(shape.layout.nodes), shape.layout.num_nodes
+    to_nodes, to_ranks = (shape.routing.hits(parts).sum() for parts in (num_nodes, num_ranks))
+    us = sum(2 * token_bytes * to_nodes / rate / 1e3 for rate in gbytes_per_s)
+    if backend not in PERMUTING:
+        copied_bytes = token_bytes * (to_ranks + shape.routing.max_experts_per_token)
+        us += 4 * cluster.time_us("copy", "memory", copied_bytes)
+    return us
+
+
+def _ends(plan: Plan, us: float) -> str:
+    """The ends of a plan's range, in times of so many us."""
+    if plan.range_us is None:
+        return ""
+    form = ",.0f" if us == 1 else ".2f"
+    least, most = (format(end / us, form) for end in plan.range_us)
+    return f" ({least} to {most})"
 
 
 TIMES = (">alltoall us", ">allgather us", "choice", ">us", ">speedup over the faster")

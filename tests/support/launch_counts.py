@@ -3,7 +3,7 @@
 The dispatcher's phases run on a CUDA device that is not there (`fake_device`), in a world of fake
 process groups (`fake_world`): the CUDA branch, with streams. Megatron's own permutation is
 replaced by its sizes, so what it launches is not counted; it is the same for stock.
-docs/launch_budget.md says what each figure counts.
+docs/measuring.md, "Host time", says what each figure counts.
 """
 
 from collections import defaultdict

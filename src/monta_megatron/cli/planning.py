@@ -11,7 +11,7 @@ from typing import Any
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.rules import name_of, num_tokens, positive, whole
-from monta_megatron.common.text import Progress, one_of, print_report, tell
+from monta_megatron.common.text import Progress, counted, one_of, print_report, tell
 
 FILES = {
     "model": "a file, a config.json of Hugging Face or its folder, or a preset by its name in "
@@ -213,7 +213,7 @@ def _apply(parsed: argparse.Namespace) -> int:
 
     placement = read_placement(parsed.placement, undo=parsed.undo)
     written = apply_placement(parsed.apply, placement, parsed.out)
-    tell("place", f"wrote {written}: the experts of {len(placement)} layers")
+    tell("place", f"wrote {written}: the experts of {counted(len(placement), 'layer')}")
     if parsed.json:
         print(json.dumps({"written": str(written), "layers": sorted(placement)}, indent=2))
     return 0

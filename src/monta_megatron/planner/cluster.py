@@ -94,7 +94,8 @@ class HostCosts:
             stage takes of them is in `planner.traffic`.
         counts_to_host_us: to copy the counts to the host and wait for them.
         counts_us: to count what goes where and bind a chain to it, once per dispatch.
-        stock_counts_us: what stock's dispatcher takes to count; it binds no chain.
+        stock_counts_us: what stock's dispatcher takes to count; it binds no chain, so it is taken
+            to need at most `counts_us`.
         pass_us: what a pass takes besides its stages: autograd and the executor.
         stage_us: what the executor takes for each stage of each chunk.
         speed: how many times as fast as the processor of these figures the cluster's is: all of
@@ -255,7 +256,8 @@ class Cluster:
         It has no executor. What autograd takes around its operations is not known and left out,
         which favors stock.
         """
-        host = replace(self.host, counts_us=self.host.stock_counts_us, pass_us=0.0, stage_us=0.0)
+        counts_us = min(self.host.stock_counts_us, self.host.counts_us)
+        host = replace(self.host, counts_us=counts_us, pass_us=0.0, stage_us=0.0)
         return replace(self, host=host)
 
     @property

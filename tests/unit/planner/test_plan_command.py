@@ -11,6 +11,7 @@ from commands import Monta
 from training_logs import QWEN3_30B, training_log
 
 from monta_megatron.common import files
+from monta_megatron.planner.benefit import IterationShare
 from monta_megatron.planner.layout import ParallelLayout
 from monta_megatron.planner.model import load_model
 from monta_megatron.tools.launch.prepare import checked, prepare
@@ -68,6 +69,28 @@ def test_the_benefit_by_hand(monta: Monta) -> None:
     assert planned["exchange_share"] == pytest.approx(alltoall_us * 24 * 32 / 9e6)
     assert planned["saved_share"] == pytest.approx((alltoall_us - us) * 24 * 32 / 9e6)
     assert monta.document(*words)["benefit"]["saved_s_per_iteration"] is None
+
+
+def test_one_token_is_no_plural(monta: Monta) -> None:
+    words = [*LAYOUT, "--tokens", "1"]
+    status, printed, _ = monta(*words)
+    assert status == 0
+    assert "1 token per rank" in printed and "1 tokens" not in printed
+
+
+@pytest.mark.parametrize("saved_share", [-0.001, 0.0, 0.004])
+def test_nothing_saved_is_no_percentage(saved_share: float) -> None:
+    share = IterationShare(1000.0, "alltoall", exchange_share=0.3, saved_share=saved_share)
+    assert share.text.endswith("takes 30% (predicted); there is nothing to save")
+
+
+@pytest.mark.parametrize("name", ["emulated_2x4_500mbit", "emulated_2x8_500mbit"])
+def test_an_emulated_preset_counts_alike_for_stock_and_monta(monta: Monta, name: str) -> None:
+    words = ["--model", "quickstart", "--cluster", name, "--ep", "8"]
+    planned = monta.document("plan", *words)
+    ours_us = {each["chain"]: each["predicted_us"] for each in planned["candidates"]}
+    # The host of these presets takes no time around stages either.
+    assert planned["stock_times_us"]["alltoall"] == pytest.approx(ours_us["alltoall"])
 
 
 def test_every_layout_that_fits_has_the_fewest_stages(monta: Monta) -> None:
