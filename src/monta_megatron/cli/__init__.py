@@ -42,7 +42,12 @@ def build_parser() -> "ArgumentParser":
     from monta_megatron.common import __version__
 
     parser = Parser(prog="monta", description="Expert-parallel token dispatch for Megatron-Core.")
-    parser.add_argument("--version", action="version", version=f"monta-megatron {__version__}")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"monta-megatron {__version__}",
+        help="Print the version and exit.",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module_name, names in COMMANDS.items():
         module = import_module(f"monta_megatron.cli.{module_name}")
@@ -50,7 +55,7 @@ def build_parser() -> "ArgumentParser":
             run = getattr(module, f"run_{name}")
             text = getdoc(run) or name
             command = commands.add_parser(name, help=text.partition("\n")[0], description=text)
-            command.add_argument("--json", action="store_true", help="print one JSON document")
+            command.add_argument("--json", action="store_true", help="Print one JSON document.")
             getattr(module, f"add_{name}_arguments")(command)
             command.set_defaults(run=run, check=getattr(module, f"check_{name}", None))
     return parser
@@ -60,8 +65,8 @@ def main(arguments: "Sequence[str] | None" = None, parser: "ArgumentParser | Non
     """Run one sub-command; returns the exit status.
 
     Args:
-        arguments: what was typed, without the name of the command.
-        parser: another one than that of `monta`, with `run` and `command` among its defaults.
+        arguments: command-line arguments, without the program's name; None for those of `sys`.
+        parser: parser to use in place of `monta`'s, with `run` and `command` among its defaults.
     """
     words = sys.argv[1:] if arguments is None else arguments
     command = " ".join(["monta", *words[:1]])

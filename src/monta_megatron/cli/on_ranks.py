@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import torch
 
 # Addresses are 10.77.NODE.1; each rank takes two of the 1,024 files that a process may open.
-MOST_NODES, MOST_RANKS = 250, 400
+MAX_NODES, MAX_RANKS = 250, 400
 
 
 def world_size_of_launch(command: str) -> int:
-    """Number of ranks, from the variables of a launcher.
+    """Number of ranks, from the variables that a launcher sets.
 
     Args:
-        command: the sub-command of `monta`, for the message.
+        command: sub-command of `monta` and its required flags, for the message.
 
     Raises:
         UserError: no launcher has set them.
@@ -45,10 +45,10 @@ def world_size_of_launch(command: str) -> int:
 
 @contextmanager
 def joined_launch(command: str) -> "Iterator[tuple[torch.device, Progress]]":
-    """Join the launch on this rank; yields its device, and what shows its progress.
+    """Join the launch on this rank; yields its device and its progress line.
 
     Args:
-        command: the sub-command of `monta`, for the lines that the first rank shows.
+        command: sub-command of `monta`, which the progress line of the first rank names.
 
     Raises:
         SystemExit: with status 1, where results differ from stock's; the first rank prints them.
@@ -69,25 +69,35 @@ def joined_launch(command: str) -> "Iterator[tuple[torch.device, Progress]]":
 
 def add_calibrate_arguments(parser: Parser) -> None:
     """Add all flags."""
-    parser.add_argument("--out", type=Path, required=True, help="the cluster file to write")
     parser.add_argument(
-        "--budget-seconds", type=positive, default=60.0, help="for all but the smallest sizes"
+        "--out", metavar="FILE", type=Path, required=True, help="Cluster file to write."
+    )
+    parser.add_argument(
+        "--budget-seconds",
+        metavar="SECONDS",
+        type=positive,
+        default=60.0,
+        help="Time budget; the smallest sizes are measured even beyond it (default: 60).",
     )
     parser.add_argument(
         "--ranks-per-node",
+        metavar="N",
         type=whole(1),
-        help="ranks joined by the node link, if not the launcher's",
+        help="Ranks per node, all joined by the node link (default: from the launcher).",
     )
     parser.add_argument(
-        "--nics-per-node", type=whole(1), help="interfaces that they share; needed on several nodes"
+        "--nics-per-node",
+        metavar="N",
+        type=whole(1),
+        help="Network interfaces per node; required with several nodes.",
     )
 
 
 def run_calibrate(parsed: argparse.Namespace) -> int:
     """Measure a cluster file for plan and bench.
 
-    Measure collectives, copies and pairs of them, and write the cluster file by which the planner
-    chooses: one process per rank, under torchrun, srun or monta emulate.
+    Time collectives, copies, and pairs of them that run at once, and write the cluster file that
+    the planner reads. Start one process per rank with torchrun, srun or monta emulate.
 
     examples:
       torchrun --nnodes 2 --nproc-per-node 8 ... \\
@@ -140,11 +150,13 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
 
 
 def add_bench_arguments(parser: Parser) -> None:
-    """Add all flags of a benchmark; those of `FLAGS` stay texts."""
+    """Add all flags of a benchmark; values of `FLAGS` stay texts."""
     for name, flag in FLAGS.items():
         default = "" if flag.default is None else f" (default: {flag.default})"
-        parser.add_argument(f"--{name}", help=flag.help + default)
-    parser.add_argument("--layer", action="store_true", help="time the layer with its experts too")
+        parser.add_argument(f"--{name}", metavar=flag.metavar, help=f"{flag.help}{default}.")
+    parser.add_argument(
+        "--layer", action="store_true", help="Also time the whole layer with its experts."
+    )
 
 
 def check_bench(parsed: argparse.Namespace, world_size: int) -> None:
@@ -161,17 +173,18 @@ def check_bench(parsed: argparse.Namespace, world_size: int) -> None:
 
 
 def run_bench(parsed: argparse.Namespace) -> int:
-    """Time stock dispatchers and our chains, side by side.
+    """Time Megatron's dispatchers and monta's chains side by side.
 
-    Check our chains against Megatron's dispatchers, then time all of them in one run: one process
-    per rank, under torchrun, srun or monta emulate. The exit status is 1 if results differ.
+    Check the results of monta's chains against Megatron's dispatchers, then time all of them in one
+    run. Start one process per rank with torchrun, srun or monta emulate. The exit status is 1 if
+    results differ.
 
     examples, on 4 CPU ranks that stand for 2 nodes:
       MONTA_CPU_RANKS=1 torchrun --nproc-per-node 4 -m monta_megatron bench \\
           --experts 16 --top-k 4 --hidden 256 --tokens 512 --ranks-per-node 2
       monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
           monta bench --experts 64 --top-k 8 --hidden 1024 --tokens 512 --json
-    many points and their tables: benchmarks/sweep.py in the repository
+    To sweep many settings, see benchmarks/sweep.py in the repository.
     """
     from monta_megatron.common.files import check_can_be_written
     from monta_megatron.planner.cluster_file import load_cluster
@@ -191,21 +204,31 @@ def run_bench(parsed: argparse.Namespace) -> int:
 
 def add_emulate_arguments(parser: Parser) -> None:
     """Add all flags."""
-    parser.add_argument("--nodes", type=whole(2), required=True, help="number of nodes")
-    parser.add_argument("--ranks-per-node", type=whole(1), required=True, help="CPU ranks of each")
-    rate = "limit of every node's NIC in each direction, in 1e6 bits per second"
-    parser.add_argument("--inter-mbit", type=positive, required=True, help=rate)
+    parser.add_argument(
+        "--nodes", metavar="N", type=whole(2), required=True, help="Number of nodes."
+    )
+    parser.add_argument(
+        "--ranks-per-node", metavar="N", type=whole(1), required=True, help="CPU ranks per node."
+    )
+    parser.add_argument(
+        "--inter-mbit",
+        metavar="MBIT",
+        type=positive,
+        required=True,
+        help="Rate limit of each node's NIC, per direction, in Mbit/s.",
+    )
     parser.keep_after_dashes("cmd")
 
 
 def run_emulate(parsed: argparse.Namespace) -> int:
     """Run a command on an emulated cluster.
 
-    Run CMD, a Python script, -m MODULE or monta COMMAND, as torchrun does, on every rank of a
-    cluster that is emulated here: network namespaces are the nodes, their NICs are limited to a
-    rate, CPU ranks talk over Gloo between nodes and through memory inside, and reach nothing else.
-    Rank 0's standard output passes through untouched, everything else goes to standard error, with
-    --json rank 0's too; the exit status is that of the first rank to fail.
+    Run CMD (a Python script, -m MODULE, or monta COMMAND) once per rank, as torchrun does, on a
+    cluster emulated on this machine. Each node is a network namespace whose NIC is limited to the
+    given rate. CPU ranks communicate over Gloo between nodes and through shared memory within a
+    node, and cannot reach any other network. Rank 0's standard output passes through unchanged; all
+    other output goes to standard error, as does rank 0's with --json. The exit status is that of
+    the first rank to fail.
 
     example:
       monta emulate --nodes 2 --ranks-per-node 4 --inter-mbit 500 -- \\
@@ -216,8 +239,8 @@ def run_emulate(parsed: argparse.Namespace) -> int:
 
     nodes, ranks_per_node, inter_mbit = parsed.nodes, parsed.ranks_per_node, parsed.inter_mbit
     num_ranks = nodes * ranks_per_node
-    rule = f"be at most {MOST_NODES}, of {MOST_RANKS} ranks"
-    fits = nodes <= MOST_NODES and num_ranks <= MOST_RANKS
+    rule = f"be at most {MAX_NODES} nodes and {MAX_RANKS} ranks"
+    fits = nodes <= MAX_NODES and num_ranks <= MAX_RANKS
     require(fits, "--nodes", f"{nodes} of {ranks_per_node}", rule)
     command = _rank_command(parsed.cmd, num_ranks)
     cluster = EmulatedCluster(nodes=nodes, ranks_per_node=ranks_per_node, inter_mbit=inter_mbit)
@@ -227,11 +250,11 @@ def run_emulate(parsed: argparse.Namespace) -> int:
 
 
 def _rank_command(words: Sequence[str], num_ranks: int) -> list[str]:
-    """Arguments of Python on every rank; mistakes in them are found before any rank starts.
+    """Python's arguments on every rank; mistakes in them are found before any rank starts.
 
     Raises:
-        UserError: it cannot start.
-        SystemExit: it is a command of ours with a mistake, which has been reported.
+        UserError: the command cannot start.
+        SystemExit: the command is monta's and has a mistake, which has been reported.
     """
     command = ["-m", "monta_megatron", *words[1:]] if words[:1] == ["monta"] else list(words)
     shown = " ".join(command[:2])

@@ -27,11 +27,12 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         settings |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        super().__init__(**settings)
+        super().__init__(**settings, add_help=False)
+        self.add_argument("-h", "--help", action="help", help="Print this help and exit.")
         self._after_dashes: str | None = None
 
     def keep_after_dashes(self, name: str) -> None:
-        """Keep the words after `--` under a name; call it when all flags are added."""
+        """Keep the words after `--` under a name; call this after all flags are added."""
         self._after_dashes = name
         usage = self.format_usage().removeprefix("usage: ").strip()
         self.usage = f"{usage} [-- {name.upper()} ...]"
@@ -44,9 +45,9 @@ class Parser(argparse.ArgumentParser):
             words, rest = words[:place], words[place + 1 :]
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            flag = next((word for word in unknown if word.startswith("-")), unknown[0])
-            name = flag.partition("=")[0].casefold().replace("_", "-").lstrip("-")
-            meant = nearest(name, [each.lstrip("-") for each in self._option_string_actions])
+            given = next((word for word in unknown if word.startswith("-")), unknown[0])
+            name = given.partition("=")[0].casefold().replace("_", "-").lstrip("-")
+            meant = nearest(name, [flag.lstrip("-") for flag in self._option_string_actions])
             advice = "" if meant is None else f"; did you mean --{meant}?"
             if self._after_dashes is not None:
                 advice += f"; those of {self._after_dashes.upper()} go after --"

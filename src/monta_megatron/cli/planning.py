@@ -14,23 +14,29 @@ from monta_megatron.common.rules import name_of, num_tokens, positive, whole
 from monta_megatron.common.text import Progress, counted, one_of, print_report, tell
 
 FILES = {
-    "model": "a file, a config.json of Hugging Face or its folder, or a preset by its name in "
-    "configs/models",
-    "cluster": "a file, or a preset by its name in configs/clusters",
+    "model": "model file (YAML), a Hugging Face config.json or its folder, or the name of a preset "
+    "in configs/models",
+    "cluster": "cluster file, or the name of a preset in configs/clusters",
 }
-# Flag -> how its value is read, and help.
+# Flag -> the function that reads its value, and its help text.
 FLAGS = {
-    "world-size": (whole(1), "all ranks (default: those of the cluster)"),
-    "ranks-per-node": (whole(1), "that the job uses of a node, or host (default: all)"),
-    "tp": (whole(1), "tensor parallel size, with sequence parallelism"),
-    "ep": (whole(1), "expert parallel size"),
-    "etp": (whole(1), "expert tensor parallel size"),
-    "cp": (whole(1), "context parallel size"),
-    "pp": (whole(1), "pipeline parallel size"),
-    "tokens": (num_tokens, "of a rank (default: the model's batch)"),
-    "seq-length": (num_tokens, "tokens of a sequence (default: the model's)"),
-    "micro-batch-size": (whole(1), "sequences of a micro-batch (default: the model's)"),
-    "global-batch-size": (whole(1), "sequences of an iteration, for what it gains"),
+    "world-size": (whole(1), "Number of ranks (default: all ranks of the cluster)."),
+    "ranks-per-node": (
+        whole(1),
+        "Number of ranks that the job uses on each node or host (default: all).",
+    ),
+    "tp": (whole(1), "Tensor parallel size, with sequence parallelism."),
+    "ep": (whole(1), "Expert parallel size."),
+    "etp": (whole(1), "Expert tensor parallel size."),
+    "cp": (whole(1), "Context parallel size."),
+    "pp": (whole(1), "Pipeline parallel size."),
+    "tokens": (num_tokens, "Tokens per rank (default: from the model's batch)."),
+    "seq-length": (num_tokens, "Tokens per sequence (default: the model's)."),
+    "micro-batch-size": (whole(1), "Sequences per micro-batch (default: the model's)."),
+    "global-batch-size": (
+        whole(1),
+        "Sequences per iteration; adds the predicted gain per iteration.",
+    ),
 }
 SWEPT = ("tokens", "world-size", "ep")
 # Flag of `plan` -> flags that must be left out with it.
@@ -44,27 +50,35 @@ EXCLUDED_WITH = {
 def add_plan_arguments(parser: Parser) -> None:
     """Add all flags."""
     for name, text in FILES.items():
-        parser.add_argument(f"--{name}", metavar="FILE", help=text)
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"{text[0].upper()}{text[1:]}.")
     for name, (read, text) in FLAGS.items():
         parser.add_argument(f"--{name}", metavar="N", type=read, help=text)
-    _add_chain(parser, "say where this chain stands")
-    parser.add_argument("--stages", action="store_true", help="add the table by stage")
+    _add_chain(parser, "Show how this chain compares with the recommendation.")
+    parser.add_argument("--stages", action="store_true", help="Add a table of the stages.")
     parser.add_argument(
-        "--iteration-ms", type=positive, help="measured with alltoall: add the exchange's share"
+        "--iteration-ms",
+        metavar="MS",
+        type=positive,
+        help="Measured iteration time with alltoall; adds the share that the exchange takes.",
     )
     parser.add_argument(
-        "--log", type=Path, help="of Megatron-LM or Bridge, in place of a model and a layout"
+        "--log",
+        metavar="FILE",
+        type=Path,
+        help="Training log of Megatron-LM or Megatron Bridge, in place of a model and a layout.",
     )
-    rows = f"a row for each value of {', '.join(SWEPT)}"
+    rows = f"Print one row per value of KEY (one of {', '.join(SWEPT)})."
     parser.add_argument("--sweep", metavar="KEY=A,B,C", type=_sweep, help=rows)
-    parser.add_argument("--out", type=Path, help="write a run file, for monta launch")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="Write a run file for monta launch."
+    )
 
 
 def run_plan(parsed: argparse.Namespace) -> int:
     """Choose a chain, or rank the layouts.
 
-    Choose the chain and the number of chunks for a layout, from the costs of the cluster. Without
-    --tp, --ep and --etp: every layout that fits, ranked.
+    Predict the time of every chain on the cluster, and recommend a chain and its number of chunks
+    for the given layout. Without --tp, --ep and --etp, rank every layout that fits in memory.
 
     examples:
       monta plan --model configs/models/deepseek_v3.yaml \\
@@ -125,16 +139,18 @@ def _check_plan(parsed: argparse.Namespace) -> None:
 
 def add_timeline_arguments(parser: Parser) -> None:
     """Add all flags."""
-    parser.add_argument("trace", type=Path, help="file of bench --trace")
-    _add_chain(parser, "drawn (default: the fastest of ours)")
-    parser.add_argument("--out", type=Path, help="the picture (default: TRACE.png)")
+    parser.add_argument("trace", type=Path, help="Trace file that monta bench --trace wrote.")
+    _add_chain(parser, "Chain to draw (default: the fastest of the trace).")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="PNG to write (default: TRACE with suffix .png)."
+    )
 
 
 def run_timeline(parsed: argparse.Namespace) -> int:
-    """Draw what overlaps with what, from a trace of monta bench --trace.
+    """Draw which operations overlapped, from a trace of monta bench --trace.
 
-    Draw when every stage and chunk ran, by resource, below stock alltoall, and print how much of
-    each resource was hidden by others.
+    Draw a timeline of every stage and chunk by resource, below that of stock alltoall. Print how
+    long each resource was busy, and how much of that time other resources hid.
 
     example:
       monta emulate --nodes 2 --ranks-per-node 2 --inter-mbit 500 -- \\
@@ -142,9 +158,9 @@ def run_timeline(parsed: argparse.Namespace) -> int:
       monta timeline trace.json
     """
     from monta_megatron.tools import pictures
-    from monta_megatron.tools.timeline import of_trace
+    from monta_megatron.tools.timeline import load_timeline
 
-    report = of_trace(parsed.trace, parsed.chain)
+    report = load_timeline(parsed.trace, parsed.chain)
     path = parsed.out or parsed.trace.with_suffix(".png")
     if pictures.can_draw():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,24 +175,50 @@ def run_timeline(parsed: argparse.Namespace) -> int:
 def add_place_arguments(parser: Parser) -> None:
     """Add all flags."""
     way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--trace", type=Path, help="folder of Megatron's --moe-routing-trace-path")
-    way.add_argument("--apply", type=Path, help="torch_dist checkpoint, as Megatron's --load")
+    way.add_argument(
+        "--trace",
+        metavar="DIR",
+        type=Path,
+        help="Router trace: the folder that Megatron wrote with --moe-routing-trace-path.",
+    )
+    way.add_argument(
+        "--apply",
+        metavar="DIR",
+        type=Path,
+        help="Checkpoint to reorder: a torch_dist folder, as for Megatron's --load.",
+    )
     for name, text in FILES.items():
-        parser.add_argument(f"--{name}", metavar="FILE", help=f"with --trace: {text}")
-    parser.add_argument("--ep", type=whole(1), help="with --trace: expert parallel size")
-    parser.add_argument("--etp", type=whole(1), help="expert tensor parallel size")
-    parser.add_argument("--pp", type=whole(1), help="pipeline stages of the traced run")
-    parser.add_argument("--placement", type=Path, help="with --apply: file that --out wrote")
-    parser.add_argument("--undo", action="store_true", help="with --apply: put the experts back")
-    parser.add_argument("--out", type=Path, help="file of the placement, or the new checkpoint")
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"With --trace: {text}.")
+    sizes = {
+        "ep": "With --trace: expert parallel size of the exchange to place for.",
+        "etp": "With --trace: expert tensor parallel size (default: 1).",
+        "pp": "With --trace: pipeline parallel size of the traced training (default: 1).",
+    }
+    for name, text in sizes.items():
+        parser.add_argument(f"--{name}", metavar="N", type=whole(1), help=text)
+    parser.add_argument(
+        "--placement",
+        metavar="FILE",
+        type=Path,
+        help="With --apply: placement file that --trace ... --out wrote.",
+    )
+    parser.add_argument(
+        "--undo", action="store_true", help="With --apply: restore the original order of experts."
+    )
+    parser.add_argument(
+        "--out",
+        metavar="PATH",
+        type=Path,
+        help="With --trace: placement file to write. With --apply: folder of the new checkpoint.",
+    )
 
 
 def run_place(parsed: argparse.Namespace) -> int:
-    """Place experts that tokens choose together.
+    """Place experts so that fewer copies of tokens are sent.
 
-    From a router trace of Megatron: copies of a token that are sent, and an order of the experts in
-    which they are fewer, judged on tokens that it was not made from. With --apply: a checkpoint in
-    that order. Nothing is left to do at run time.
+    With --trace: read a router trace of Megatron, find an order of the experts in which tokens need
+    fewer copies, and report the saving on held-out tokens. With --apply: write a checkpoint whose
+    experts are in that order; the training then needs no further settings.
 
     examples:
       monta place --trace trace --model olmoe_1b_7b --cluster cluster.yaml \\

@@ -10,32 +10,32 @@ from monta_megatron.common.rules import whole
 from monta_megatron.common.text import print_report, tell
 
 STARTS = {
-    "torchrun": "here, on one node (then the default; in a job of Slurm by srun)",
-    "srun": "here, in a job of Slurm that has the nodes (salloc)",
-    "sbatch": "a job of Slurm (the default for several nodes)",
-    "none": "write the run directory only",
+    "torchrun": "run here, on one node (default for one node; inside a Slurm job, through srun)",
+    "srun": "run here, inside a Slurm job that has the nodes (salloc)",
+    "sbatch": "submit a Slurm job (default for several nodes)",
+    "none": "only write the run directory",
 }
 
 
 def add_launch_arguments(parser: Parser) -> None:
     """Add all flags."""
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the script; write and start nothing"
+        "--dry-run", action="store_true", help="Print the script; write and start nothing."
     )
     ways = "; ".join(f"{name}: {text}" for name, text in STARTS.items())
-    parser.add_argument("--start", choices=STARTS, help=ways)
+    parser.add_argument("--start", choices=STARTS, help=f"How to start. {ways}.")
     _add_run_arguments(parser, "runs/NAME")
 
 
 def run_launch(parsed: argparse.Namespace) -> int:
-    """Start a Megatron training from one YAML.
+    """Start a Megatron training from one YAML file.
 
-    Check a run file and its Megatron arguments against Megatron's own parser, validation and
-    TransformerConfig, plan its exchange, write a run directory (configuration, plan, versions,
-    script, logs) and start it. The exit status is the run's. Arguments after -- are those of
-    Megatron; they override those of the file. `--NAME false` takes one of the file back, a parallel
-    size changes the layout. The run directory's run.sh starts the same run again, from its last
-    checkpoint if it saves any.
+    Check the run file and its Megatron arguments with Megatron's own parser, validation and
+    TransformerConfig, plan the exchange, write a run directory (configuration, plan, versions,
+    script, logs) and start the training. The exit status is the training's. Arguments after -- go
+    to Megatron and override the file's: `--NAME false` removes an argument, and a parallel size
+    changes the layout. To start the same run again, from its last checkpoint if it saves any, run
+    run.sh in the run directory.
 
     examples:
       monta launch configs/runs/quickstart.yaml
@@ -63,22 +63,30 @@ def run_launch(parsed: argparse.Namespace) -> int:
 def add_compare_arguments(parser: Parser) -> None:
     """Add all flags."""
     parser.add_argument(
-        "--iterations", type=whole(3), default=10, help="of each training; the first 2 warm up (10)"
+        "--iterations",
+        metavar="N",
+        type=whole(3),
+        default=10,
+        help="Iterations per training, the first 2 of them warm-up (default: 10).",
     )
     parser.add_argument(
-        "--pairs", type=whole(1), default=3, help="trainings of each dispatcher; one: no interval"
+        "--pairs",
+        metavar="N",
+        type=whole(1),
+        default=3,
+        help="Trainings per dispatcher; a single one gives no interval (default: 3).",
     )
     _add_run_arguments(parser, "runs/NAME-compare")
 
 
 def run_compare(parsed: argparse.Namespace) -> int:
-    """Train with monta, alltoall and flex, and compare.
+    """Compare trainings with monta, alltoall and flex.
 
-    Train some iterations of a run file with monta and with Megatron's alltoall (and with flex where
-    a backend of it is installed), in turn, from the same seed and without checkpoints, under
-    torchrun, or srun on several nodes; one table: time of an iteration, ratio with its interval
-    over the pairs, losses, memory. Arguments after -- go to Megatron in all trainings, as for monta
-    launch; --moe-monta-... to monta alone.
+    Train a few iterations of a run file with monta and with Megatron's alltoall in turn, and with
+    flex if one of its backends is installed. All trainings use the same seed and no checkpoints;
+    torchrun starts them, or srun on several nodes. The table shows iteration time, speedup over
+    alltoall with its 95% interval, losses and memory. Arguments after -- go to Megatron in every
+    training, as for monta launch; --moe-monta-... arguments apply only with monta.
 
     examples:
       monta compare run.yaml
@@ -100,14 +108,14 @@ def run_compare(parsed: argparse.Namespace) -> int:
 
 
 def add_doctor_arguments(parser: Parser) -> None:
-    """Add none."""
+    """Add no flags: `doctor` takes none."""
 
 
 def run_doctor(parsed: argparse.Namespace) -> int:
     """Check the installation.
 
-    Check what is installed, which way into Megatron is active, and what is missing. The exit status
-    is 1 if something is.
+    Show what is installed, how monta hooks into Megatron, and what is missing. The exit status is 1
+    if something is missing.
 
     example: monta doctor
     """
@@ -119,18 +127,20 @@ def run_doctor(parsed: argparse.Namespace) -> int:
 
 
 def _add_run_arguments(parser: Parser, directory: str) -> None:
-    """Add the run file, the folder of the run, --force and Megatron's arguments.
+    """Add the run file, the run directory, --force and Megatron's arguments.
 
     Args:
-        parser: of the sub-command.
-        directory: the first folder that is tried.
+        parser: parser of the sub-command.
+        directory: default run directory; numbered where it exists already.
     """
     parser.add_argument(
-        "run_file", metavar="FILE", help="a file, or a preset by its name in configs/runs"
+        "run_file", metavar="FILE", help="Run file, or the name of a preset in configs/runs."
     )
-    default = f"new or empty (default: {directory}, or {directory}-2 and so on)"
-    parser.add_argument("--run-directory", type=Path, help=default)
+    default = f"Run directory, new or empty (default: {directory}, then {directory}-2 and so on)."
+    parser.add_argument("--run-directory", metavar="DIR", type=Path, help=default)
     parser.add_argument(
-        "--force", action="store_true", help="go on where Megatron's own validation refuses it"
+        "--force",
+        action="store_true",
+        help="Continue even if Megatron's own validation refuses the arguments.",
     )
     parser.keep_after_dashes("megatron")

@@ -118,12 +118,12 @@ class TimelineReport:
         return "\n".join(lines)
 
 
-def of_trace(path: Path, chain: str | None = None) -> TimelineReport:
-    """A trace of `monta bench --trace`.
+def load_timeline(path: Path, chain: str | None = None) -> TimelineReport:
+    """Load a trace of `monta bench --trace`, and choose the row to draw.
 
     Args:
-        path: its file.
-        chain: whose fastest row is drawn; None for the fastest of ours.
+        path: path of the trace.
+        chain: chain whose fastest row is drawn; None for the fastest row of any chain.
 
     Raises:
         UserError: the file is missing or wrong, or has no such row.

@@ -223,7 +223,7 @@ def differences_from_stock(candidates: Sequence[BenchCandidate], layout: Layout)
     """One line for each result that is not equal to the first candidate's, the same on every rank.
 
     Rows are -1, 0 or 1, probabilities 1 or 2, and experts multiply by 1 or -1: every sum is a small
-    integer, exact in any order and any dtype (see `settings.MOST_TERMS`), so all results must be
+    integer, exact in any order and any dtype (see `settings.MAX_TERMS`), so all results must be
     equal to the last bit.
     """
     experts = signed_experts(layout)

@@ -20,21 +20,23 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PHASES, STOCK = get_args(Phase), ("alltoall", "allgather")
 # See `candidates.draw_experts`.
 ROUTINGS = ("uniform", "skewed")
-# Terms of a sum that the check of correctness has exactly in bf16: each is 2 at most, and bf16 has
-# every integer up to 256.
-MOST_TERMS = 128
+# Largest number of terms that the check of correctness sums exactly in bf16: a term is at most 2,
+# and bf16 represents every integer up to 256.
+MAX_TERMS = 128
 
 
 class Flag(NamedTuple):
     """A flag with a value.
 
     Attributes:
-        read: makes the value from a text, as an argparse type does.
-        help: its text.
-        default: the text that is read if none is given; None where it depends on something else.
+        read: function that converts the text to the value, as an argparse type does.
+        metavar: placeholder of the value in the usage.
+        help: help text, without its default and its full stop.
+        default: text that is read if none is given; None where it depends on something else.
     """
 
     read: Callable[[str], Any]
+    metavar: str
     help: str
     default: str | None = None
 
@@ -59,50 +61,57 @@ class Settings:
     """One benchmark, resolved; the help texts explain the flags of the same names.
 
     Attributes:
-        layer: time the layer with its experts too.
-        skip_incompatible: leave out a chain that cannot run on this layout, and report it: where
-            the chains were not asked for by name.
+        layer: whether the whole layer with its experts is timed too.
+        skip_incompatible: whether a chain that cannot run on this layout is left out and reported;
+            False where chains were named.
     """
 
-    experts: int = _setting(whole(1), "experts of the layer")
-    top_k: int = _setting(whole(1), "experts of each token")
-    hidden: int = _setting(whole(1), "hidden size")
-    tokens: int = _setting(num_tokens, "tokens of each rank")
-    dtype: str = _setting(_dtype, "fp32, bf16 or fp16", "fp32")
-    tp: int = _setting(whole(1), "tensor parallel size", "1")
-    ep: int = _setting(whole(1), "expert parallel size (default: all ranks over --etp)")
-    etp: int = _setting(whole(1), "expert tensor parallel size (default: --tp)")
-    routing: str = _setting(name_of(lambda: ROUTINGS), " or ".join(ROUTINGS), "uniform")
+    experts: int = _setting(whole(1), "N", "Experts in the layer")
+    top_k: int = _setting(whole(1), "N", "Experts per token")
+    hidden: int = _setting(whole(1), "N", "Hidden size")
+    tokens: int = _setting(num_tokens, "N", "Tokens per rank")
+    dtype: str = _setting(_dtype, "DTYPE", "Data type: fp32, bf16 or fp16", "fp32")
+    tp: int = _setting(whole(1), "N", "Tensor parallel size", "1")
+    ep: int = _setting(whole(1), "N", "Expert parallel size (default: all ranks / --etp)")
+    etp: int = _setting(whole(1), "N", "Expert tensor parallel size (default: --tp)")
+    routing: str = _setting(
+        name_of(lambda: ROUTINGS), "NAME", f"Routing: {' or '.join(ROUTINGS)}", "uniform"
+    )
     chains: tuple[str, ...] = _setting(
         listed(name_of(_chains)),
-        "chains, and auto (the planner's pick) (default: all that can run)",
+        "NAMES",
+        "Chains to time, and auto for the planner's choice (default: all that can run)",
     )
     num_chunks: tuple[int, ...] = _setting(
-        listed(whole(1)), "chunks of each pipelined chain", "1,4"
+        listed(whole(1)), "N,...", "Numbers of chunks to time each pipelined chain with", "1,4"
     )
     stock: tuple[str, ...] = _setting(
-        listed(name_of(lambda: STOCK)), "Megatron's dispatchers", ",".join(STOCK)
+        listed(name_of(lambda: STOCK)), "NAMES", "Megatron dispatchers to time", ",".join(STOCK)
     )
     phase: tuple[Phase, ...] = _setting(
-        listed(name_of(lambda: PHASES)), "phases: " + ", ".join(PHASES), "forward_backward"
+        listed(name_of(lambda: PHASES)),
+        "NAMES",
+        f"Phases to time: {', '.join(PHASES)}",
+        "forward_backward",
     )
     ffn_hidden: int = _setting(
-        whole(1), "experts' intermediate size, for --layer (default: --hidden)"
+        whole(1), "N", "Intermediate size of the experts, for --layer (default: --hidden)"
     )
-    repeats: int = _setting(whole(1), "timed runs of each, after one that is not", "5")
+    repeats: int = _setting(whole(1), "N", "Timed runs per candidate, after one warm-up", "5")
     tune_steps: int = _setting(
-        whole(0), "iterations in which auto tries its candidates before it is timed", "0"
+        whole(0), "N", "Iterations in which auto tries its candidates before it is timed", "0"
     )
-    seed: int = _setting(whole(0), "of the data", "1")
+    seed: int = _setting(whole(0), "N", "Random seed for the input data", "1")
     ranks_per_node: int | None = _setting(
-        whole(1), "ranks joined by the node link (default: as launched)"
+        whole(1), "N", "Ranks per node (default: from the launcher)"
     )
     cluster: str | None = _setting(
-        str, "file of the costs by which the planner predicts and chooses"
+        str, "FILE", "Cluster file that predictions and the choice of auto are based on"
     )
     trace: str | None = _setting(
         str,
-        "record a run of every row of the exchange: a Chrome trace for Perfetto and monta timeline",
+        "FILE",
+        "Record one run per row of the exchange as a Chrome trace, for Perfetto and monta timeline",
     )
     layer: bool
     skip_incompatible: bool
@@ -134,11 +143,11 @@ def parse_settings(texts: Mapping[str, Any], world_size: int) -> Settings:
     """Check the flags of the command line against each other and against the launch.
 
     Args:
-        texts: flags by name, with underscores; None where not given.
-        world_size: ranks of the launch.
+        texts: text of each flag, by its name with underscores; None where not given.
+        world_size: number of ranks of the launch.
 
     Raises:
-        UserError: a flag is wrong; names the flag, the value and the rule.
+        UserError: one line that names the flag, its value and the rule.
     """
     given: dict[str, Any] = {"layer": bool(texts.get("layer"))}
     for name, flag in FLAGS.items():
@@ -179,7 +188,7 @@ def _rules(settings: Settings, world_size: int) -> list[tuple[str, bool, str]]:
         ),
         ("experts", experts % ep == 0, f"be a multiple of --ep ({ep})"),
         ("top_k", settings.top_k <= experts, f"be at most --experts ({experts})"),
-        ("top_k", settings.top_k * etp <= MOST_TERMS, f"be at most {MOST_TERMS} over --etp"),
+        ("top_k", settings.top_k * etp <= MAX_TERMS, f"be at most {MAX_TERMS} over --etp"),
         ("hidden", settings.hidden % tp == 0, f"be a multiple of --tp ({tp})"),
         ("ffn_hidden", settings.ffn_hidden % etp == 0, f"be a multiple of --etp ({etp})"),
         ("tune_steps", has_auto or not settings.tune_steps, "come with --chains auto"),
