@@ -15,8 +15,8 @@ from monta_megatron.calibration.fit import (
 )
 from monta_megatron.calibration.tasks import (
     CHUNKED_PASSES,
-    LEAST_SIZES,
     MESSAGE_ROW_BYTES,
+    MIN_SIZES,
     PASSES,
     Point,
     Sample,
@@ -129,7 +129,7 @@ def test_pairs_are_those_of_chains_at_any_rate(us_per_byte: float) -> None:
     assert halves == [(rails, node), (rails, copy), (node, copy)]
     # With as few sizes as a calibration may have.
     curves = [[point for point in times_us if point.curve == key] for key in (rails, node, copy)]
-    fewest = [point for curve in curves for point in curve[:LEAST_SIZES]]
+    fewest = [point for curve in curves for point in curve[:MIN_SIZES]]
     assert len(choose_pairs({point: times_us[point] for point in fewest})) == len(pairs)
 
 

@@ -12,7 +12,7 @@ from test_fit import LAYOUT
 
 from monta_megatron.calibration import command, timer
 from monta_megatron.calibration.tasks import (
-    LEAST_SIZES,
+    MIN_SIZES,
     NUM_COPIES,
     PASSES,
     Pair,
@@ -193,7 +193,7 @@ def test_large_sizes_wait_for_half_of_the_budget(clock: Clock) -> None:
         **{point: (0.0, 1e-4 * point.num_bytes) for point in COPIES},
     }
     timer = clock.timer(times_us, budget_s=0.5)
-    assert timer.run_sizes([*RAILS, *COPIES], PROGRESS) == [*RAILS[:LEAST_SIZES], *COPIES]
+    assert timer.run_sizes([*RAILS, *COPIES], PROGRESS) == [*RAILS[:MIN_SIZES], *COPIES]
     taken = [point.num_bytes for point in timer.samples if isinstance(point, Point)]
     assert taken == sorted(taken)
     assert len(clock.timer(times_us, budget_s=100.0).run_sizes(RAILS, PROGRESS)) == len(RAILS)

@@ -41,9 +41,9 @@ class Calibration:
 
     Attributes:
         cluster: the measured cluster.
-        runs: the fewest runs of any operation.
-        ctas: by name, the CTAs of each communicator; empty without NCCL.
-        notes: machines that were busy before, and sizes that are to be doubted.
+        runs: smallest number of runs of any operation.
+        ctas: communicator -> range of its CTAs; empty without NCCL.
+        notes: machines that were busy before the start, and sizes with doubtful times.
     """
 
     cluster: Cluster
@@ -105,13 +105,13 @@ def calibrate(
 
     Args:
         device: device of this rank.
-        budget_s: for how long the calibration may run.
-        ranks_per_node: ranks joined by the node link; None where the launcher knows.
-        nics_per_node: network interfaces of a node; needed where there are several nodes.
-        hardware: what the ranks run on; None for the name of the GPU.
+        budget_s: time budget of the calibration.
+        ranks_per_node: ranks joined by the node link; None to take the launcher's.
+        nics_per_node: network interfaces per node; required with several nodes.
+        hardware: description of the hardware; None for the name of the GPU.
         nic_rate: rate of a network interface, where an emulator sets it.
-        progress: of the measurement.
-        begin_s: when the calibration began, by `time.perf_counter`.
+        progress: progress display of the measurement.
+        begin_s: start of the calibration, by `time.perf_counter`.
 
     Raises:
         UserError: the cluster cannot be calibrated, or curves are refused.
@@ -190,12 +190,12 @@ def make_groups(layout: Layout) -> dict[tuple[Resource, int], PeerGroup]:
     groups: dict[tuple[Resource, int], PeerGroup] = {}
     node_of = dict(enumerate(layout.nodes))
     for etp in tasks.etp_sizes(layout.ranks_per_node):
-        of_etp = replace(layout, ep=len(layout.nodes) // etp, etp=etp)
+        etp_layout = replace(layout, ep=len(layout.nodes) // etp, etp=etp)
         names: dict[Resource, GroupName] = {"intra": "etp"}
         if layout.num_nodes > 1:
             names["inter"] = "ep"
         for resource, name in names.items():
-            ranks = of_etp.members(name, layout.rank)
+            ranks = etp_layout.members(name, layout.rank)
             group = collectives.new_local_group(ranks, f"monta {resource} {etp}", dist.group.WORLD)
             text = f"{counted(len(ranks), 'rank')}, {RESOURCE_NAMES[resource]}"
             groups[resource, len(ranks)] = collectives.peer_group(text, group, node_of)

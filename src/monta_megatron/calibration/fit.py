@@ -23,10 +23,10 @@ class Medians:
     """The points of a curve as they were measured.
 
     Attributes:
-        points: one operation in ascending sizes.
-        times_us: median time of each, which noise may make fall.
+        points: points of one operation, in ascending sizes.
+        times_us: median time of each point; noise may make the times fall.
         start_us: host time to start the operation, where it is part of these times.
-        num_runs: runs of each point.
+        num_runs: number of runs of each point.
     """
 
     points: tuple[Point, ...]
@@ -55,14 +55,14 @@ def medians_of(
     On CPU ranks a collective's time contains the host time to start it, which a plan adds itself.
 
     Args:
-        points: that were timed, curve by curve in ascending sizes.
-        samples: of each task.
-        policy: how the ranks run an exchange.
-        host: the host costs that were fitted to the same samples.
+        points: timed points, curve by curve in ascending sizes.
+        samples: task -> its samples.
+        policy: way in which the ranks run an exchange.
+        host: host costs fitted to the same samples.
     """
     curves = []
-    for (_, operation, group_size), of_curve in groupby(points, lambda point: point.curve):
-        sizes = tuple(of_curve)
+    for (_, operation, group_size), curve_points in groupby(points, lambda point: point.curve):
+        sizes = tuple(curve_points)
         is_started = policy == "host" and operation in COLLECTIVES
         start_us = host.collective_us + host.collective_peer_us * (group_size - 1)
         curves.append(
@@ -97,17 +97,18 @@ def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:
     keeps the reference's. Groups of one size do not tell a peer's share, which is then 0.
 
     Args:
-        samples: of each task.
-        policy: how the ranks run an exchange; on CPU ranks the curves hold the time of copies.
-        source: of the samples.
+        samples: task -> its samples.
+        policy: way in which the ranks run an exchange; on CPU ranks the curves hold the time of
+            copies.
+        source: description of where the samples come from.
     """
     # A copy is an allocation and a launch; a collective allocates what it receives.
-    enqueue_us = min(least_start_us(samples, "copy").values()) / 2
+    enqueue_us = min(min_start_us(samples, "copy").values()) / 2
     operation_us = 0.0 if policy == "host" else enqueue_us
-    starts_us = least_start_us(samples, "alltoall")
-    (fewest, least_us), (most, most_us) = min(starts_us.items()), max(starts_us.items())
-    peer_us = max(most_us - least_us, 0.0) / max(most - fewest, 1)
-    collective_us = least_us - peer_us * (fewest - 1) - operation_us
+    starts_us = min_start_us(samples, "alltoall")
+    min_size, max_size = min(starts_us), max(starts_us)
+    peer_us = max(starts_us[max_size] - starts_us[min_size], 0.0) / max(max_size - min_size, 1)
+    collective_us = starts_us[min_size] - peer_us * (min_size - 1) - operation_us
     counts_us = median(sample.launch_us for sample in samples[tasks.PASSES])
     counts_us -= operation_us * num_host_operations("count", DISPATCH, tasks.HOST_ROW, policy)
     numbers, times_us = [], []
@@ -131,8 +132,8 @@ def fit_host_costs(samples: Samples, policy: Policy, source: str) -> HostCosts:
     )
 
 
-def least_start_us(samples: Samples, operation: str) -> dict[int, float]:
-    """Group size -> the least host time to start an operation of any number of bytes."""
+def min_start_us(samples: Samples, operation: str) -> dict[int, float]:
+    """Group size -> shortest host time to start an operation, over all numbers of bytes."""
     starts_us: dict[int, float] = {}
     for point, runs in samples.items():
         if isinstance(point, Point) and point.operation == operation:
@@ -146,7 +147,7 @@ def fit_contention(excesses: Mapping[Pair, Sequence[Sequence[float]]]) -> tuple[
     rows: list[Contention] = []
     for pair, runs in excesses.items():
         one, other = NAMES[pair.first.resource], NAMES[pair.second.resource]
-        first, second = slowdowns(*(median(of_length) for of_length in zip(*runs, strict=True)))
+        first, second = slowdowns(*(median(values) for values in zip(*runs, strict=True)))
         rows += [(one, other, round(first, 2)), (other, one, round(second, 2))]
     return tuple(rows)
 

@@ -21,12 +21,12 @@ MAX_OFF = 10.0
 
 
 def refusals(curves: Iterable[Medians], nic_share: Rate | None, ranks_per_node: int) -> list[str]:
-    """Why curves are refused, a text for each that is.
+    """Reasons why curves are refused, one text per refused curve.
 
     Args:
-        curves: all that were measured.
+        curves: measured curves.
         nic_share: rate of a rank's share of its node's interfaces, where an emulator sets it.
-        ranks_per_node: ranks of a node.
+        ranks_per_node: number of ranks per node.
     """
     found = []
     for curve in curves:
@@ -40,11 +40,11 @@ def refusals(curves: Iterable[Medians], nic_share: Rate | None, ranks_per_node: 
 
 
 def _refusal(curve: Medians, stated: Rate | None) -> str | None:
-    """Why a curve is refused, or None.
+    """Reason why a curve is refused, or None.
 
     Args:
-        curve: its medians.
-        stated: its rate as the emulator states it; None where nobody knows.
+        curve: medians of the curve.
+        stated: rate that the emulator states; None where it is not known.
     """
     times_us, sizes = curve.times_us, [f"{point.num_bytes:,} bytes" for point in curve.points]
     if curve.curve_us[-1] <= MIN_US:
@@ -74,7 +74,7 @@ def _refusal(curve: Medians, stated: Rate | None) -> str | None:
 
 
 def marks(curves: Sequence[Medians]) -> list[str]:
-    """What is to be known of curves that are believed, a line for each that has a mark."""
+    """Reservations about accepted curves, one line each."""
     lines = []
     for curve in curves:
         num_clamped = sum(us <= MIN_US for us in curve.curve_us)

@@ -46,9 +46,9 @@ NUM_TOKENS = 128
 ALONE = Layout(ep=1, etp=1, num_local_experts=2, rank=0, nodes=(0,))
 HOST_CHAIN = CHAINS["alltoall_allgather"]
 HOST_ROW = RowFormat(hidden_size=1, value_bytes=4, prob_bytes=4, sum_bytes=4)
-# A curve has no fewer, whatever they take.
-LEAST_SIZES = 3
-# The most that a pair's collective takes: as long as the chunk of a real exchange on CPU ranks,
+# Smallest number of sizes of a curve, however long they take.
+MIN_SIZES = 3
+# Longest time of a pair's collective: as long as the chunk of a real exchange on CPU ranks,
 # where a shorter one measures the latency of the scheduler.
 PAIR_US = 100_000.0
 # Of all runs of its other operation, as multiples of the collective's.
@@ -59,12 +59,12 @@ class Point(NamedTuple):
     """One operation of one size.
 
     Attributes:
-        operation: its name.
-        resource: the resource through which the bytes go.
-        group_size: ranks that take part; 1 for operations in memory.
-        num_rows: rows to every peer, or in memory.
-        row_bytes: bytes through the resource for each of them: of a rank's messages to all peers
-            there, or read and written.
+        operation: name of the operation.
+        resource: resource through which the bytes go.
+        group_size: number of ranks that take part; 1 for operations in memory.
+        num_rows: number of rows to every peer, or in memory.
+        row_bytes: bytes through the resource per row: the messages of a rank to all peers there,
+            or the bytes read and written.
     """
 
     operation: PricedOperation
@@ -94,7 +94,7 @@ class Passes(NamedTuple):
     num_chunks: int
 
     def operations(self, policy: Policy) -> tuple[int, float]:
-        """How many operations all passes have, and how many the host enqueues for them."""
+        """Number of operations in all passes, and number of those that the host enqueues."""
         sent = np.full((1, 2), NUM_TOKENS // 2)
         bound = HOST_CHAIN.bind(ALONE, Counts(sent=sent, received=sent[None]), self.num_chunks)
         enqueued = [
@@ -114,8 +114,8 @@ class Sample(NamedTuple):
     """Times of one run of a task.
 
     Attributes:
-        us: from the start to the result; of an operation on a GPU, the GPU's own time.
-        launch_us: host time until it was started; of passes, until their chain was bound.
+        us: time from the start to the result; for an operation on a GPU, the GPU's own time.
+        launch_us: host time until the start; for passes, until their chain was bound.
     """
 
     us: float
@@ -139,8 +139,8 @@ def points_of(layout: Layout, device: str) -> list[Point]:
     """All points of a cluster, curve by curve in ascending sizes.
 
     Args:
-        layout: the exchange of all ranks.
-        device: type of the ranks' devices.
+        layout: exchange of all ranks.
+        device: device type of the ranks.
     """
     world, on_node = len(layout.nodes), layout.ranks_per_node
     # Operation, resource, ranks of a group, bytes of a row.
@@ -157,7 +157,7 @@ def points_of(layout: Layout, device: str) -> list[Point]:
                 curves.append(("allgather", "inter", world, row_bytes))
     curves += [(operation, "memory", 1, n * HIDDEN_ROW_BYTES) for operation, n in IN_MEMORY.items()]
     points = []
-    for operation, resource, group_size, row_bytes in sorted(curves, key=lambda of: of[1]):
+    for operation, resource, group_size, row_bytes in sorted(curves, key=lambda curve: curve[1]):
         for number in range(NUM_SIZES[device][resource]):
             first_rows = max(FIRST_BYTES[resource] / row_bytes, 1)
             num_rows = round(first_rows * SIZE_FACTOR**number)
@@ -172,7 +172,7 @@ def choose_pairs(times_us: Mapping[Point, float]) -> list[Pair]:
     for other things than bytes, which is what contention slows.
 
     Args:
-        times_us: of each point that was timed, curve by curve in ascending sizes.
+        times_us: time of each timed point, curve by curve in ascending sizes.
     """
     curves = {key: list(points) for key, points in groupby(times_us, lambda point: point.curve)}
     rails = [curves[key] for key in sorted(curves) if key[:2] == ("inter", "alltoall")]
@@ -180,7 +180,7 @@ def choose_pairs(times_us: Mapping[Point, float]) -> list[Pair]:
     halves = [*rails[:1], *nodes[-1:], curves["memory", "copy", 1]]
     pairs = []
     for firsts, seconds in combinations(halves, 2):
-        first = next((each for each in reversed(firsts) if times_us[each] <= PAIR_US), firsts[0])
+        first = next((point for point in reversed(firsts) if times_us[point] <= PAIR_US), firsts[0])
         # The second runs as often as it takes to be as long as the first.
-        pairs.append(Pair(first, seconds[-LEAST_SIZES]))
+        pairs.append(Pair(first, seconds[-MIN_SIZES]))
     return pairs

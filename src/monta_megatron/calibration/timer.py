@@ -66,16 +66,16 @@ class Timer:
     """Runs of tasks; all ranks of the group call the same methods in the same order.
 
     Attributes:
-        group: the ranks.
-        device: that the group serves.
-        starter: gives the function that starts a task.
-        ranks_per_core: CPU ranks that share a core; 1 if each has its own.
-        begin_s: when the calibration began, by `time.perf_counter`.
-        budget_s: for how long it may run.
-        elapsed_s: since the beginning, the same on all ranks.
-        samples: of each task, in the order of its runs.
-        excesses: likewise, of each pair at each of `tasks.LENGTHS`.
-        took_s: elapsed time of the latest run of each.
+        group: process group of all ranks.
+        device: device of this rank.
+        starter: function that returns the starter of a task.
+        ranks_per_core: number of CPU ranks that share a core; 1 if each has its own.
+        begin_s: start of the calibration, by `time.perf_counter`.
+        budget_s: time budget of the calibration.
+        elapsed_s: time since the start, the same on all ranks.
+        samples: task -> its samples, in the order of the runs.
+        excesses: pair -> its excesses at each of `tasks.LENGTHS`, in the order of the runs.
+        took_s: task or pair -> elapsed time of its latest run.
     """
 
     group: dist.ProcessGroup
@@ -93,13 +93,13 @@ class Timer:
         """Time each point once, smaller ones first; large ones only within half of the budget.
 
         Returns:
-            Those that were timed, in the order given.
+            The timed points, in the order given.
         """
         timed: dict[object, list[Point]] = defaultdict(list)
         for point in sorted(points, key=lambda point: point.num_bytes):
             progress.step()
             smaller = timed[point.curve]
-            if len(smaller) >= tasks.LEAST_SIZES:
+            if len(smaller) >= tasks.MIN_SIZES:
                 ratio = point.num_bytes / smaller[-1].num_bytes
                 expected_s = ratio * self.samples[smaller[-1]][0].us / 1e6
                 if self.elapsed_s + expected_s > self.budget_s / 2:
@@ -114,7 +114,7 @@ class Timer:
         No run of a round starts that would exceed the budget. A step of `progress` is a second.
 
         Returns:
-            The fewest runs of any.
+            The smallest number of runs of any task.
         """
         for task in timed:
             if task not in self.took_s:
@@ -140,10 +140,10 @@ class Timer:
             last = samples[-1] if samples else self._run(task, clock)
             begin_s = self.elapsed_s
             # Host work runs once in an exchange.
-            most = 1.0 if isinstance(task, Passes) else MAX_REPEATS[self.device.type]
+            max_repeats = 1.0 if isinstance(task, Passes) else MAX_REPEATS[self.device.type]
             if clock == "device":
-                most = min(most, FILLS_US / max(last.launch_us, 1.0))
-            repeats = max(int(min(RUN_US / max(last.us, 1.0), most)), 1)
+                max_repeats = min(max_repeats, FILLS_US / max(last.launch_us, 1.0))
+            repeats = max(int(min(RUN_US / max(last.us, 1.0), max_repeats)), 1)
             samples.append(self._run(task, clock, repeats))
         self.took_s[task] = self.elapsed_s - begin_s
 
@@ -157,8 +157,8 @@ class Timer:
         """Each alone, then both together, at once: times change more between rounds than by it."""
         clock, (first, second) = self._clock(pair), pair
         first_us = self._run(first, clock).us
-        each_us = self._run(second, clock, TRIAL_REPEATS).us
-        repeats = max(round(length * first_us / each_us), 1)
+        trial_us = self._run(second, clock, TRIAL_REPEATS).us
+        repeats = max(round(length * first_us / trial_us), 1)
         second_us = self._run(second, clock, repeats).us * repeats
         both_us = self._run(first, clock, others=[self.starter(second)] * repeats).us
         return excess_of(first_us, second_us, both_us)
@@ -187,11 +187,11 @@ class Timer:
     def _share(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         """The largest or, by a sum, the mean of all ranks; every rank waits for the others."""
         elapsed_s = time.perf_counter() - self.begin_s
-        of_all = torch.tensor([*values, elapsed_s], dtype=torch.float64, device=self.device)
-        dist.all_reduce(of_all, op=op, group=self.group)
+        shared = torch.tensor([*values, elapsed_s], dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared, op=op, group=self.group)
         if op == dist.ReduceOp.SUM:
-            of_all /= self.group.size()
-        *reduced, self.elapsed_s = of_all.tolist()
+            shared /= self.group.size()
+        *reduced, self.elapsed_s = shared.tolist()
         return reduced
 
 
@@ -222,9 +222,9 @@ def starter_of(
     """Starters of this rank's tasks, each made at its first use.
 
     Args:
-        groups: by resource and size, this rank's group.
+        groups: (resource, size) -> group of this rank.
         device: device of this rank.
-        fused: Triton kernels copy and sum rows, not PyTorch's operations.
+        fused: whether Triton kernels copy and sum rows, in place of PyTorch's operations.
     """
 
     @cache

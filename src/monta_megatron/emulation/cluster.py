@@ -31,8 +31,8 @@ class EmulatedCluster:
 
     Attributes:
         nodes: number of nodes.
-        ranks_per_node: number of ranks on each.
-        inter_mbit: limit of each NIC, in each direction, in 1e6 bits per second.
+        ranks_per_node: number of ranks per node.
+        inter_mbit: rate limit of each NIC, per direction, in Mbit/s.
     """
 
     nodes: int
@@ -81,8 +81,8 @@ def default_costs(emulated: EmulatedCluster) -> Cluster:
     assert preset.network is not None and preset.node_link is not None, PRESET
     assert preset.node_link.rate is not None, PRESET
     # The same cores carry both links, so the network is never the faster one for a rank.
-    most = preset.node_link.rate.times(emulated.ranks_per_node)
-    rate = Rate(min(emulated.inter_mbit / 8e3, most.gbytes_per_s))
+    max_rate = preset.node_link.rate.times(emulated.ranks_per_node)
+    rate = Rate(min(emulated.inter_mbit / 8e3, max_rate.gbytes_per_s))
     return replace(
         preset,
         name=f"{emulated.nodes} x {emulated.ranks_per_node} emulated at "

@@ -206,7 +206,7 @@ class _CpuForCuda(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.")
         if func is torch.Tensor.cpu or (
             func is torch.Tensor.to
-            and any(_names(each, "cpu") for each in (*args, kwargs.get("device")))
+            and any(_names(target, "cpu") for target in (*args, kwargs.get("device")))
         ):
             # A transfer from the device to the host has to copy: an asynchronous checkpoint is
             # written from the copy while training goes on with the tensor itself.

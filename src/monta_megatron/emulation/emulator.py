@@ -78,7 +78,9 @@ def run(command: Sequence[str]) -> int:
         interrupts.append(number)
 
     # Set for SIGINT too: a shell starts background jobs with SIGINT ignored.
-    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     # A session of its own: Ctrl-C reaches only this process, which ends what is inside in order.
     status = subprocess.call(
         [*unshare, *command], env=_environ(), stdin=standard_input, start_new_session=True
@@ -286,10 +288,10 @@ class _Rank:
     """A rank of the command: its process, and the pipe that it writes to.
 
     Args:
-        cluster: the cluster.
-        number: its number among all ranks.
-        command: a script or "-m" and a module, with arguments.
-        as_json: standard output is not for rank 0 either.
+        cluster: emulated cluster.
+        number: number of the rank among all ranks.
+        command: script, or "-m" and a module, with arguments.
+        as_json: whether rank 0's standard output goes to standard error too.
     """
 
     def __init__(

@@ -102,8 +102,9 @@ class PendingWork:
     """The handle of an asynchronous collective that consists of several operations here.
 
     Args:
-        works: the operations, all of them started.
-        finish: what is left to do on this rank once they are done; run by the first `wait`.
+        works: operations, all of them started.
+        finish: function for the rest of the work on this rank; the first `wait` runs it once the
+            operations are done.
     """
 
     def __init__(
@@ -212,8 +213,8 @@ def _exchange(
     """Send tensors to peers, and receive one from each; all ranks know which of them are empty.
 
     Args:
-        outputs: n tensors, for what the rank at each position sends here.
-        messages: tensors, and the positions of those that each is for.
+        outputs: output tensors, one per position, for what that rank sends here.
+        messages: tensors to send, each with the positions of its receivers.
     """
     # Receives first, then sends. 2 x 2 ranks, nodes joined at 500 Mbit/s, 4 and 16 MB: 94 and 89%
     # of the link; Gloo's own posts each send first, so that a peer's "ready to receive" waits

@@ -142,8 +142,8 @@ class _Mailbox:
         """Map the memory of a process and open its pipe.
 
         Args:
-            name: name of its mailbox.
-            pid, memory, pipe: the process, and its file descriptors of memory and pipe.
+            name: name of the process's mailbox.
+            pid, memory, pipe: process ID, and file descriptors of its memory and pipe.
         """
         if name not in self._processes:
             files = Path(f"/proc/{pid}/fd")
@@ -217,7 +217,7 @@ class Neighbours:
     """The ranks of a group that are on this rank's node, and messages to and from them.
 
     Attributes:
-        positions: positions of those ranks in the group, without this rank.
+        positions: positions of the neighbours in the group, without this rank.
         are_whole_group: whether all ranks of the group are neighbours of each other.
     """
 
@@ -313,14 +313,14 @@ def _meet(group: dist.ProcessGroup) -> tuple[int, dict[int, _Process], bool]:
     mailbox = _mailbox()
     files = (mailbox.blocks.file, mailbox.pipe)
     card = [secrets.randbits(62), *_node(), mailbox.name, os.getpid(), *files]
-    cards = _of_all_ranks(card, group)
+    cards = _gather_values(card, group)
     processes = {
         position: mailbox.open(*other)
         for position, (_, boot, net_ns, pid_ns, *other) in enumerate(cards)
         if position != group.rank() and (boot, net_ns, pid_ns) == _node()
     }
     # Nobody ends before all have opened its files.
-    num_opened = _of_all_ranks([len(processes)], group)
+    num_opened = _gather_values([len(processes)], group)
     return cards[0][0], processes, all(number == [size - 1] for number in num_opened)
 
 
@@ -332,7 +332,7 @@ def _node() -> tuple[int, ...]:
     return (int(boot[:8], 16), *(namespace.stat().st_ino for namespace in namespaces))
 
 
-def _of_all_ranks(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+def _gather_values(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     tensor = torch.tensor(values)
     by_rank = [torch.empty_like(tensor) for _ in range(group.size())]
     _all_gather(by_rank, tensor, group=group)

@@ -44,10 +44,10 @@ class Compared:
         iteration_ms: time of an iteration, the median of the trainings' medians.
         trainings_ms: median of the iterations of each training.
         ratio: speedup over stock, the geometric mean of the pairs.
-        interval: its 95% interval; None for stock itself and for a single pair.
-        max_loss_difference: largest difference of a loss from stock's of the same iteration; None
-            if no iteration has both.
-        peak_memory_bytes: most that a rank had allocated; None if the logs do not say.
+        interval: 95% interval of the ratio; None for stock itself and for a single pair.
+        max_loss_difference: largest difference from stock's loss at the same iteration; None if no
+            iteration has both.
+        peak_memory_bytes: peak allocated memory of any rank; None if the logs do not say.
         chain: chain that ran last; None for other dispatchers than monta.
     """
 
@@ -75,9 +75,9 @@ def compare(
     """Compare the trainings of one dispatcher with stock's, pair by pair.
 
     Args:
-        dispatcher: its name.
+        dispatcher: name of the dispatcher.
         stock, own: logs of stock's trainings, and of this dispatcher's in its first pairs or all.
-        num_warmup: first iterations of each training, which are not timed.
+        num_warmup: number of first iterations per training that are not timed.
     """
     stock = stock[: len(own)]
     stock_ms, times_ms = ([log.iteration_ms(num_warmup) for log in logs] for logs in (stock, own))
@@ -128,8 +128,8 @@ def run_trainings(
     Args:
         file: the run file, or a preset.
         megatron: arguments of Megatron for all trainings; --moe-monta-... for monta alone.
-        iterations: of each training.
-        pairs: trainings of each dispatcher, at least 1.
+        iterations: number of iterations per training.
+        pairs: number of trainings per dispatcher, at least 1.
         directory: folder of the run directories, new or empty; None for runs/NAME-compare.
         force: train although Megatron's own validation refuses the arguments.
         tell: called with each line for the user.
@@ -187,7 +187,7 @@ def megatron_words(given: Sequence[str], dispatcher: str, iterations: int) -> li
     Args:
         given: arguments of the command line, for all trainings.
         dispatcher: the dispatcher; with others than monta, `launch` leaves out monta's arguments.
-        iterations: after how many it ends.
+        iterations: number of iterations after which the training ends.
     """
     return [
         # Most of so few iterations would be those in which slower candidates run too.
@@ -209,7 +209,7 @@ def train(
     """Run one training in its folder, as `monta launch` does.
 
     Returns:
-        Its log, and whether it permutes by Transformer Engine's fused kernels.
+        The log, and whether the training permutes by Transformer Engine's fused kernels.
 
     A collective that hangs ends it after Megatron's --distributed-timeout-minutes.
 
@@ -240,8 +240,9 @@ class ComparisonReport:
 
     Attributes:
         rows: a row for each dispatcher.
-        left_out: dispatcher -> why it is not compared, or not in all pairs.
-        tune_steps: iterations in which auto tries its candidates; 0: it runs the planner's pick.
+        left_out: dispatcher -> reason why it is not compared, or not in all pairs.
+        tune_steps: iterations in which auto tries its candidates; with 0, auto runs the planner's
+            choice.
         fused_permutation: whether the trainings, stock's too, permute by fused kernels.
         directory: folder of the run directories, DISPATCHER-PAIR.
     """

@@ -26,10 +26,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: of the check.
+        name: name of the check.
         status: "ok", "note" (works, but worth knowing) or "missing".
-        found: what is there.
-        advice: what to do about it, or None.
+        found: description of what was found.
+        advice: remedy, or None.
     """
 
     name: str
@@ -174,7 +174,7 @@ class DoctorReport:
 
 
 def examine() -> DoctorReport:
-    """Look at everything; a check that fails is a finding, not an exception."""
+    """Run all checks; a check that fails is a finding, not an exception."""
     findings: list[Finding] = []
     for check in (_versions, _megatron, _way_in, _accelerator, _communicators):
         try:

@@ -44,7 +44,7 @@ def figure(path: Path, size_inches: tuple[float, float], dpi: int = 150) -> Iter
 
     Args:
         path: path of the PNG.
-        size_inches: width and height.
+        size_inches: width and height in inches.
         dpi: dots per inch.
 
     Raises:
@@ -76,9 +76,9 @@ class Panel(NamedTuple):
     """Spans of one rank under a title: a row, or one of its passes.
 
     Attributes:
-        title: of the panel.
-        spans: of the rank.
-        start_us, length_us: of the axis.
+        title: title of the panel.
+        spans: spans of the rank.
+        start_us, length_us: start and length of the time axis.
     """
 
     title: str
@@ -144,9 +144,9 @@ def draw_panel(axis: Any, panel: Panel, colours: Mapping[int | None, Any]) -> No
     """Draw a bar for each span, and a band behind each pass, on a matplotlib axis in ms.
 
     Args:
-        axis: to draw on.
-        panel: to draw.
-        colours: by chunk; the others have stock's.
+        axis: axis to draw on.
+        panel: panel to draw.
+        colours: chunk -> colour; other spans have stock's colour.
     """
     inches_per_ms = (WIDTH - NAMES_WIDTH) / (panel.length_us / 1e3)
     lanes = lanes_of(panel.spans)

@@ -41,12 +41,12 @@ from monta_megatron.tools.placement import (
     place_experts,
 )
 
-# Tokens of a layer that are read, from all files together: collaboration shows by then.
-MOST_TOKENS = 32768
-# Choices of an expert, on average: its share is then known within about 10%.
-LEAST_CHOICES = 200
+# Tokens read per layer, over all files: enough for collaboration to show.
+MAX_TOKENS = 32768
+# Mean number of choices per expert that makes its share known within about 10%.
+MIN_CHOICES = 200
 # A placement that saves fewer copies of held-out tokens is refused.
-LEAST_GAIN_PCT = 3.0
+MIN_GAIN_PCT = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +57,11 @@ class PlacementReport:
         model: name of the model.
         ep: EP ranks of the exchange.
         num_nodes: nodes of the exchange.
-        copies_per_token: "before", "after" and "uniform" -> copies per "rank" and per "node", the
-            mean of all layers.
+        copies_per_token: "before", "after" and "uniform" -> mean copies per "rank" and per "node"
+            over all layers.
         layers: layer, counted from 0 -> "before" and "after" -> copies per "rank" and per "node",
             and "load", the token-expert pairs of the busiest rank over their mean.
-        placement: layer -> [E] the expert at each position.
+        placement: layer -> [E] expert at each position.
     """
 
     model: str
@@ -83,10 +83,10 @@ class PlacementReport:
     @property
     def refused(self) -> str | None:
         """Why the placement is not written; None if it gains enough, at about today's load."""
-        if self.gain_pct < LEAST_GAIN_PCT:
+        if self.gain_pct < MIN_GAIN_PCT:
             return (
                 f"held-out tokens need {self.gain_pct:.1f}% fewer copies, must be at least "
-                f"{LEAST_GAIN_PCT:g}%: these experts hardly cluster"
+                f"{MIN_GAIN_PCT:g}%: these experts hardly cluster"
             )
         rises = [layer["after"]["load"] / layer["before"]["load"] for layer in self.layers.values()]
         if mean(rises) > MAX_LOAD:
@@ -137,8 +137,8 @@ def place(
         model_file, cluster_file: files or presets.
         ep, etp: expert parallel and expert tensor parallel size.
         pp: pipeline parallel size of the traced training.
-        out: file of the placement, which must not exist.
-        progress: told of every layer.
+        out: placement file to write, which must not exist; None to write none.
+        progress: progress display, which counts the layers.
 
     Raises:
         UserError: one line: a file or value is wrong.
@@ -193,7 +193,7 @@ def place(
 
 
 def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMap, RoutingMap]]:
-    """Training and held-out tokens of each layer with experts, the last quarter of every rank's.
+    """Training and held-out tokens of each MoE layer; the last quarter of every rank is held out.
 
     Args:
         folder: value of Megatron's `--moe-routing-trace-path`.
@@ -221,13 +221,13 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
         raise UserError(f"{folder}: got {files}, must be those of all ranks of --pp {pp} stages")
 
     # Step 2: tokens of each layer, from all ranks of its stage.
-    least_tokens = math.ceil(LEAST_CHOICES * model.num_experts / model.moe_router_topk)
-    tokens_of_file = math.ceil(max(MOST_TOKENS, least_tokens) * pp / len(paths))
+    min_tokens = math.ceil(MIN_CHOICES * model.num_experts / model.moe_router_topk)
+    tokens_per_file = math.ceil(max(MAX_TOKENS, min_tokens) * pp / len(paths))
     rows: dict[int, list[RoutingMap]] = defaultdict(list)
     for rank, path in sorted(paths.items()):
         stage = stages[rank * pp // num_ranks]
         expected = [n for n, has_experts in enumerate(model.moe_layers[stage]) if has_experts]
-        by_layer = _read_file(path, model, tokens_of_file)
+        by_layer = _read_file(path, model, tokens_per_file)
         if sorted(by_layer) != expected:
             raise UserError(
                 f"{path}: got layers {sorted(by_layer)}, must be {expected}, those of "
@@ -238,9 +238,9 @@ def read_trace(folder: Path, model: Model, pp: int) -> dict[int, tuple[RoutingMa
 
     # Step 3: split.
     num_tokens = min(sum(map(len, parts)) for parts in rows.values())
-    if num_tokens < least_tokens:
+    if num_tokens < min_tokens:
         raise UserError(
-            f"{folder}: got {num_tokens:,} tokens of a layer, must be at least {least_tokens:,} "
+            f"{folder}: got {num_tokens:,} tokens of a layer, must be at least {min_tokens:,} "
             f"for top-{model.moe_router_topk} of {model.num_experts} experts; trace more steps"
         )
     return {

@@ -58,8 +58,8 @@ def read_placement(path: Path, *, undo: bool = False) -> Placement:
     """Read a placement that `monta place --out` or `--json` wrote.
 
     Args:
-        path: the file.
-        undo: return the placement that undoes it.
+        path: path of the placement file.
+        undo: whether to return the inverse placement.
 
     Raises:
         UserError: it is no such file, or its placement was refused.
@@ -84,13 +84,13 @@ def apply_placement(checkpoint: Path, placement: Placement, out: Path) -> Path:
     Args:
         checkpoint: value of Megatron's --load, whose latest iteration is placed.
         placement: order of the experts of each layer.
-        out: folder for --load, which must not exist.
+        out: folder of the new checkpoint, for --load, which must not exist.
 
     Returns:
-        The folder of the iteration in it.
+        The folder of the iteration inside `out`.
 
     Raises:
-        OSError: it cannot be read or written.
+        OSError: the checkpoint cannot be read or written.
         UserError: one line; nothing was written.
     """
     # Step 1: the index.
@@ -144,8 +144,8 @@ class _Piece(NamedTuple):
     Attributes:
         layer: layer of the decoder, counted from 0.
         axis: axis of the experts.
-        offsets: position in the whole tensor.
-        is_router: whether it has rows of all experts, else it is one expert.
+        offsets: position of the piece in the whole tensor.
+        is_router: whether the piece has rows of all experts; otherwise it is one expert.
     """
 
     layer: int
@@ -217,9 +217,9 @@ def _write_rows(
     file: BinaryIO, source: Path, info: _StorageInfo, axis: int, order: list[int]
 ) -> _StorageInfo:
     """Write a router's piece in another order to a file; returns where it is."""
-    with (source / info.relative_path).open("rb") as of_router:
-        of_router.seek(info.offset)
-        piece = io.BytesIO(of_router.read(info.length))
+    with (source / info.relative_path).open("rb") as source_file:
+        source_file.seek(info.offset)
+        piece = io.BytesIO(source_file.read(info.length))
     rows = torch.load(piece, map_location="cpu", weights_only=True)
     start = file.tell()
     torch.save(rows.index_select(axis, torch.tensor(order)), file)

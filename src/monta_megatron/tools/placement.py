@@ -14,7 +14,7 @@ groups are split among parts that are as large as a group or larger, else the ex
 
 Notation: T = tokens, E = experts, U = units (experts, or groups of them), P = parts of equal size.
 routing_TE: whether a token goes to an expert; needs_TU: whether a token needs a unit; pairs_U and
-part_U: token-expert pairs and part of each unit; most_pairs: most token-expert pairs of a part.
+part_U: token-expert pairs and part of each unit; max_pairs: limit of token-expert pairs per part.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ MAX_LOAD = 1.1
 # A token-expert pair above the limit of the load outweighs so many copies.
 COPIES_PER_EXCESS_PAIR = 1e3
 # Copies are whole numbers; the limit of the load is not.
-LEAST_GAIN = 1e-3
+MIN_GAIN = 1e-3
 
 
 def copies_per_token(routing_TE: RoutingMap, num_parts: int) -> float:
@@ -61,11 +61,11 @@ def place_experts(
         routing_TE: [T, E] whether a token goes to an expert.
         num_nodes: nodes of the exchange; divides `num_ranks`.
         num_ranks: EP ranks of the exchange; divides E.
-        num_groups: groups of the router, a divisor or a multiple of both; 1 where it has none.
-        max_load: load of the busiest rank that is always allowed.
+        num_groups: expert groups of the router, a divisor or multiple of both; 1 without groups.
+        max_load: load of the busiest rank, relative to the mean, that is always allowed.
 
     Returns:
-        [E] the expert at each position; rank r has the r-th part of the positions. As they are
+        [E] expert at each position; rank r holds the r-th part of the positions. The present order
         where the load allows no order that saves copies.
     """
     num_experts = routing_TE.shape[1]
@@ -74,13 +74,13 @@ def place_experts(
         # A node uses up half of what a rank may get above the mean.
         excess = (max_load - 1) / (1 if num_parts >= num_ranks else 2)
         limit = max(1 + excess, busiest_load(routing_TE, num_parts))
-        most_pairs = limit * routing_TE.sum() / num_parts
+        max_pairs = limit * routing_TE.sum() / num_parts
         unit_size = num_experts // num_groups if num_parts <= num_groups else 1
-        parts_of_block = num_parts // len(blocks)
+        parts_per_block = num_parts // len(blocks)
         blocks = [
             block[part]
             for block in blocks
-            for part in _split(routing_TE[:, block], unit_size, parts_of_block, most_pairs)
+            for part in _split(routing_TE[:, block], unit_size, parts_per_block, max_pairs)
         ]
     order = np.concatenate(blocks)
     placed_TE = routing_TE[:, order]
@@ -93,7 +93,7 @@ def place_experts(
     return order if fits and gains else np.arange(num_experts)
 
 
-def _split(routing_TE: RoutingMap, unit_size: int, num_parts: int, most_pairs: float) -> list[Ints]:
+def _split(routing_TE: RoutingMap, unit_size: int, num_parts: int, max_pairs: float) -> list[Ints]:
     """Split a block of experts into parts: the positions of each part's experts, ascending.
 
     A unit is `unit_size` consecutive experts, which stay together.
@@ -104,7 +104,7 @@ def _split(routing_TE: RoutingMap, unit_size: int, num_parts: int, most_pairs: f
     needs_TU = needs_TU[needs_TU.sum(axis=1) > 1]
 
     part_U = _by_collaboration(needs_TU.T @ needs_TU, num_parts)
-    part_U = _with_swaps(needs_TU, pairs_U, part_U, num_parts, most_pairs)
+    part_U = _with_swaps(needs_TU, pairs_U, part_U, num_parts, max_pairs)
     experts = np.arange(routing_TE.shape[1]).reshape(-1, unit_size)
     return [experts[part_U == part].ravel() for part in range(num_parts)]
 
@@ -128,7 +128,7 @@ def _by_collaboration(together_UU: Floats, num_parts: int) -> Ints:
 
 
 def _with_swaps(
-    needs_TU: Floats, pairs_U: Ints, part_U: Ints, num_parts: int, most_pairs: float
+    needs_TU: Floats, pairs_U: Ints, part_U: Ints, num_parts: int, max_pairs: float
 ) -> Ints:
     """Swap units of two parts as long as that lowers excess load, or else saves copies.
 
@@ -137,8 +137,8 @@ def _with_swaps(
     """
     part_U = part_U.copy()
     while True:
-        gain_UU = _gain_of_swaps(needs_TU, pairs_U, part_U, num_parts, most_pairs)
-        swaps = np.argwhere(np.triu(gain_UU) > LEAST_GAIN)
+        gain_UU = _gain_of_swaps(needs_TU, pairs_U, part_U, num_parts, max_pairs)
+        swaps = np.argwhere(np.triu(gain_UU) > MIN_GAIN)
         if not len(swaps):
             return part_U
         is_free_P = np.ones(num_parts, dtype=np.bool_)
@@ -150,7 +150,7 @@ def _with_swaps(
 
 
 def _gain_of_swaps(
-    needs_TU: Floats, pairs_U: Ints, part_U: Ints, num_parts: int, most_pairs: float
+    needs_TU: Floats, pairs_U: Ints, part_U: Ints, num_parts: int, max_pairs: float
 ) -> NDArray[np.float64]:
     """[U, U] copies and excess load, in copies, saved if two units swap; 0 within a part."""
     # [T, P] units of a part that a token needs
@@ -163,7 +163,7 @@ def _gain_of_swaps(
 
     load_U = np.bincount(part_U, weights=pairs_U, minlength=num_parts)[part_U]
     swapped_UU = load_U[:, None] - pairs_U[:, None] + pairs_U[None, :]
-    relief_UU = np.maximum(load_U - most_pairs, 0)[:, None] - np.maximum(swapped_UU - most_pairs, 0)
+    relief_UU = np.maximum(load_U - max_pairs, 0)[:, None] - np.maximum(swapped_UU - max_pairs, 0)
 
     gain_UU = leave_UU - enter_UU + COPIES_PER_EXCESS_PAIR * relief_UU
     gain_UU = gain_UU + gain_UU.T

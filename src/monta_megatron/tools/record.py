@@ -38,9 +38,9 @@ def record(bench: Bench, meta: Mapping[str, Any], path: Path) -> None:
     """Record one run of each candidate, without experts; the first rank writes the file.
 
     Args:
-        bench: the dispatchers and their data; all of them have run.
-        meta: of the benchmark's report.
-        path: of the trace.
+        bench: dispatchers and their data; every dispatcher has run once.
+        meta: `meta` of the benchmark's report.
+        path: path of the trace.
 
     Raises:
         UserError: the file cannot be written; on the first rank.
@@ -68,7 +68,7 @@ def record(bench: Bench, meta: Mapping[str, Any], path: Path) -> None:
 
 
 def _title_of(bench: Bench) -> str:
-    """Machine and layer in a line."""
+    """One line about the machine and the layer."""
     settings, num_nodes = bench.settings, len(set(bench.nodes))
     rate = "" if bench.emulated is None else f" at {bench.emulated.inter_mbit:g} Mbit/s"
     return (
@@ -124,7 +124,7 @@ class Recorder:
     finishes, independent of the wait for it. What stock does runs one after the other.
 
     Args:
-        is_device: whether the rank is a GPU, for which the host launches.
+        is_device: whether the rank is a GPU, whose operations the host launches.
         is_stock: whether the dispatcher is Megatron's.
     """
 
@@ -215,7 +215,7 @@ class Recorder:
         """Everything that was recorded, by the first rank's clock; waits for the device.
 
         Args:
-            row, rank: of the spans.
+            row, rank: row and rank of the spans.
             offset_us: this rank's clock minus the first rank's.
         """
         if self._is_device:
@@ -280,8 +280,8 @@ def compare_clocks() -> tuple[float, dict[str, Any]]:
     median of the differences is the offset. Barriers are on the host, by Gloo.
 
     Returns:
-        This rank's clock minus the first rank's in us. For the file: how they were compared, and
-        half the interquartile range of the differences, the largest of any rank.
+        This rank's clock minus the first rank's, in us. Fields for the file: the method, and half
+        the interquartile range of the differences, the largest over all ranks.
     """
     if len(set(gather_objects(_host()))) == 1:
         return 0.0, {"clock": "the monotonic clock of one host", "clock_error_us": 0.0}

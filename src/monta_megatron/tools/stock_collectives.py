@@ -28,10 +28,10 @@ class StockCollective(NamedTuple):
     """A collective that a dispatcher of Megatron calls.
 
     Attributes:
-        name: as in `FUNCTIONS`.
+        name: name in `FUNCTIONS`.
         resource: "inter" if its group lies on several nodes, else "intra".
-        sent_bytes: by resource, payload from this rank to others, as if it sent to each directly;
-            numbers of rows are no payload.
+        sent_bytes: resource -> payload from this rank to others, as if it sent to each directly;
+            row counts are no payload.
     """
 
     name: str
@@ -107,13 +107,13 @@ def by_link(
 def bytes_by_rank(
     name: str, sent: torch.Tensor | Sequence[torch.Tensor], rows: Any, num_ranks: int
 ) -> list[int]:
-    """Payload from one rank of a group to each.
+    """Payload from one rank of a group to each rank.
 
     Args:
-        name: of the collective.
-        sent: its input: a tensor, or one for each rank.
-        rows: of the input for each rank, in an all-to-all of unequal parts.
-        num_ranks: of the group.
+        name: name of the collective.
+        sent: input of the collective: one tensor, or one per rank.
+        rows: input rows for each rank, in an all-to-all of unequal parts.
+        num_ranks: number of ranks of the group.
     """
     if not isinstance(sent, torch.Tensor):
         return [part.nbytes for part in sent]

@@ -36,7 +36,7 @@ def overlap_of(spans: Sequence[Span]) -> dict[str, Any]:
     by_rank: dict[int, list[Span]] = {}
     for span in spans:
         by_rank.setdefault(span.rank, []).append(span)
-    times_us = np.mean([busy_and_hidden_us(of_rank) for of_rank in by_rank.values()], axis=0)
+    times_us = np.mean([busy_and_hidden_us(rank_spans) for rank_spans in by_rank.values()], axis=0)
     by_resource = dict(zip(RESOURCE_NAMES, times_us.tolist(), strict=True))
     return {
         "total_us": total_us(spans),
@@ -67,9 +67,9 @@ class TimelineReport:
     """Rows to print, and the two of them to draw.
 
     Attributes:
-        trace: as recorded.
-        ours: name of the row that is drawn below stock alltoall's, if that is in the trace.
-        picture: the PNG that was written; None without matplotlib.
+        trace: the recorded trace.
+        ours: name of the row drawn below stock alltoall's, if the trace has that one.
+        picture: path of the PNG that was written; None without matplotlib.
     """
 
     trace: Trace
@@ -98,7 +98,7 @@ class TimelineReport:
         }
 
     def text(self) -> str:
-        """The same in words and a table."""
+        """The times of the drawn rows, and a table of all rows."""
         columns = [column for name in RESOURCE_NAMES.values() for column in (f">{name}", ">hidden")]
         cells = []
         for name, row in self.trace.rows.items():

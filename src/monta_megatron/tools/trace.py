@@ -35,15 +35,15 @@ class Span(NamedTuple):
     """An operation on a resource, its launch by the host of a device, or a whole pass.
 
     Attributes:
-        row: of the benchmark: the chain and its number of chunks, or `STOCK`.
-        rank: on which it ran.
+        row: name of the benchmark's row: a chain and its number of chunks, or `STOCK`.
+        rank: rank that ran the operation.
         pass_name: dispatch, combine, or the backward pass of one of them.
-        stage: a stage of the chain, or work before or after it; "" for a pass.
-        chunk: None for all chunks at once.
-        operation: its number in the program of the pass; None outside of a program.
-        resource: that it occupies; "pass" for a pass. On a device a pass begins when the host
-            comes to it, which may be before the device has ended the pass before.
-        start_us, end_us: since the start of the trace.
+        stage: stage of the chain, or work before or after it; "" for a pass.
+        chunk: chunk number; None for all chunks at once.
+        operation: number of the operation in the program of the pass; None outside of a program.
+        resource: resource that the operation occupies; "pass" for a pass. On a device a pass starts
+            when the host reaches it, perhaps before the device has finished the previous pass.
+        start_us, end_us: times since the start of the trace.
     """
 
     row: str
@@ -58,7 +58,7 @@ class Span(NamedTuple):
 
 
 def lanes_of(spans: Iterable[Span]) -> list[list[Span]]:
-    """A rank's spans by resource, each in as few lanes as possible, the first filled first."""
+    """A rank's spans by resource, in as few lanes per resource as possible, filled in order."""
     order = list(RESOURCES)
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: (order.index(s.resource), s.start_us, s.end_us)):
@@ -77,10 +77,10 @@ class Trace:
     """Spans of a benchmark's rows.
 
     Attributes:
-        title: what ran, and on what, in one line.
-        ranks: their names, in order.
-        spans: of all ranks.
-        about: the machine, the command, the clock; kept in the file.
+        title: one line about the benchmark and its machine.
+        ranks: names of the ranks, in order.
+        spans: spans of all ranks.
+        about: machine, command and clock, as kept in the file.
     """
 
     title: str

@@ -70,12 +70,12 @@ class TrainingLog:
     """The last start of a training in a log.
 
     Attributes:
-        said: values of its arguments or configuration by their names, as texts.
-        times_ms: iteration -> its time, where it was logged.
-        losses: iteration -> its loss, rounded to seven digits by Megatron.
-        peak_memory_bytes: the most that a rank had allocated when Megatron last said so; None if it
+        said: name -> text of each argument or configuration value.
+        times_ms: iteration -> time of the iteration, where it was logged.
+        losses: iteration -> loss, rounded to seven digits by Megatron.
+        peak_memory_bytes: peak allocated memory of any rank, as Megatron last logged it; None if it
             never did.
-        chain: what ran last, in the dispatcher's words: "alltoall in 1 chunk".
+        chain: chain that ran last, in the dispatcher's words: "alltoall in 1 chunk".
     """
 
     said: Mapping[str, str]

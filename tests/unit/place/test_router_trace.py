@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """Top-1 of 4 experts in 2 layers."""
-    monkeypatch.setattr(place, "LEAST_CHOICES", 2)
+    monkeypatch.setattr(place, "MIN_CHOICES", 2)
     model = load_model(CONFIGS / "models" / "quickstart.yaml")
     return replace(model, num_experts=4, moe_router_topk=1, num_layers=2, moe_layers=(True, True))
 
@@ -70,8 +70,8 @@ def test_the_rest_of_a_long_trace_is_not_read(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three tokens of a layer from each of two files; then a line that would be refused."""
-    monkeypatch.setattr(place, "MOST_TOKENS", 6)
-    monkeypatch.setattr(place, "LEAST_CHOICES", 1)
+    monkeypatch.setattr(place, "MAX_TOKENS", 6)
+    monkeypatch.setattr(place, "MIN_CHOICES", 1)
     records = [top1(0, 0, 1), top1(1, 2, 2)]
     for rank in (0, 1):
         write_trace(tmp_path, rank, [*records * 2, {"layer": 1}])

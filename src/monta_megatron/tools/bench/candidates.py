@@ -34,10 +34,10 @@ class Batch:
     """Inputs of one rank's dispatcher.
 
     Attributes:
-        hidden: [T, 1, H].
-        routing_map: [T, E] bool.
-        probs: [T, E] fp32, 0 where not routed.
-        output_gradient: [T, 1, H].
+        hidden: [T, 1, H] hidden values.
+        routing_map: [T, E] bool, whether a token goes to an expert.
+        probs: [T, E] fp32 routing probabilities, 0 where not routed.
+        output_gradient: [T, 1, H] gradient of the output.
     """
 
     hidden: torch.Tensor
@@ -66,13 +66,13 @@ def make_batch(settings: Settings, rank: int, device: torch.device) -> Batch:
 def draw_experts(settings: Settings, generator: torch.Generator) -> torch.Tensor:
     """[T, E] bool, the experts of a rank's tokens.
 
-    uniform     any experts
-    skewed      the i-th most wanted expert is drawn with weight 1/i, in the seed's order
+    uniform     all experts are equally likely
+    skewed      the i-th most popular expert is drawn with weight 1/i, in the seed's order
     """
     weights = torch.ones(settings.experts)
     if settings.routing == "skewed":
-        of_all_ranks = torch.Generator().manual_seed(settings.seed)
-        weights /= 1 + torch.randperm(settings.experts, generator=of_all_ranks)
+        shared_generator = torch.Generator().manual_seed(settings.seed)
+        weights /= 1 + torch.randperm(settings.experts, generator=shared_generator)
     drawn = torch.multinomial(
         weights.expand(settings.tokens, -1), settings.top_k, generator=generator
     )
@@ -84,11 +84,11 @@ class BenchCandidate:
     """One dispatcher, with the data that it runs on.
 
     Attributes:
-        kind: whose dispatcher it is.
-        requested: choice that was asked for, of stock the dispatcher in 1 chunk; None for `auto`.
-        dispatcher: an object with Megatron's six phases.
-        batch: its inputs.
-        tokens_here: position of this rank's tokens in them.
+        kind: project that the dispatcher belongs to.
+        requested: requested choice, for stock its dispatcher in 1 chunk; None for `auto`.
+        dispatcher: object with Megatron's six phases.
+        batch: inputs of the dispatcher.
+        tokens_here: positions of this rank's tokens in the batch.
     """
 
     kind: Literal["megatron", "monta"]
@@ -109,14 +109,14 @@ class Bench:
     """An exchange, its data, and the dispatchers on them, as this rank sees them.
 
     Attributes:
-        settings: of the benchmark.
+        settings: settings of the benchmark.
         cluster: costs for predictions, or None.
-        emulated: the emulated cluster that it runs on, or None.
+        emulated: emulated cluster that the benchmark runs on, or None.
         nodes: node of every rank of the launch.
         layout: the exchange as this rank sees it; nodes have their numbers in the launch.
         batch: this rank's data.
         candidates: stock's dispatchers, alltoall first, then at least one of ours.
-        skipped: by name, why chains were left out.
+        skipped: chain -> reason why it was left out.
     """
 
     settings: Settings
@@ -169,8 +169,8 @@ def monta_candidate(bench: Bench, choice: Choice | None) -> BenchCandidate:
     """Our dispatcher, with the benchmark's nodes and costs.
 
     Args:
-        bench: to which it belongs.
-        choice: that it runs; None for `auto`.
+        bench: benchmark that the candidate belongs to.
+        choice: choice to run; None for `auto`.
 
     Raises:
         UserError: the chain cannot run here.
@@ -200,9 +200,9 @@ def run_candidate(
     """Run the layer's exchange once: dispatch, experts, combine, and their backward passes.
 
     Args:
-        candidate: that runs.
-        experts: between dispatch and combine.
-        phase: whether the backward passes run.
+        candidate: candidate to run.
+        experts: experts between dispatch and combine.
+        phase: phase to run, with or without the backward passes.
         begin: called with the name of each pass as it begins.
 
     Returns:
@@ -316,9 +316,9 @@ def build_dispatcher(
 
     Args:
         dispatcher_class: one of `STOCK_DISPATCHERS`, or ours.
-        settings: of the benchmark.
-        groups: its process groups; Megatron's where None.
-        options: of ours, named without "moe_monta_"; None means not given.
+        settings: settings of the benchmark.
+        groups: process groups of the dispatcher; None for Megatron's.
+        options: options of monta, named without "moe_monta_"; None means not given.
 
     Raises:
         UserError: an option is wrong, or the chain cannot run on this layout.

@@ -76,10 +76,10 @@ def measure_point(
     """Check every candidate of a point and time them side by side; all ranks call this together.
 
     Args:
-        settings: of the point.
+        settings: settings of the point.
         cluster: costs for predictions, or None.
-        progress: this rank's progress display.
-        build: adds the dispatchers.
+        progress: progress display of this rank.
+        build: function that adds the dispatchers.
 
     Raises:
         UserError: a setting cannot run here.
@@ -154,7 +154,7 @@ def provenance(bench: Bench) -> dict[str, Any]:
 
 def _tune(bench: Bench, progress: Progress) -> None:
     """Open the tuning window of `auto`, as in a training."""
-    (auto,) = (each for each in bench.candidates if each.requested is None)
+    (auto,) = (candidate for candidate in bench.candidates if candidate.requested is None)
     chooser, optimizer = auto.dispatcher.chooser, torch.optim.SGD([torch.zeros(1)])
     assert isinstance(chooser, AutoChooser), "it chooses"
     num_iterations = bench.settings.tune_steps + TIME_LAG
@@ -169,13 +169,13 @@ def _tune(bench: Bench, progress: Progress) -> None:
 def _time(
     bench: Bench, scope: str, experts: Experts, phase: Phase, progress: Progress
 ) -> list[Row]:
-    """Time all candidates in one phase; one row for each."""
+    """Time all candidates in one phase; returns one row per candidate."""
     settings, candidates = bench.settings, bench.candidates
     progress.phase(f"{scope}, {phase}, {counted(settings.repeats, 'repeat')}", settings.repeats)
-    sent_bytes = [run_counted(each, experts, phase, bench.nodes) for each in candidates]
-    runs = [partial(run_candidate, each, experts, phase) for each in candidates]
+    sent_bytes = [run_counted(candidate, experts, phase, bench.nodes) for candidate in candidates]
+    runs = [partial(run_candidate, candidate, experts, phase) for candidate in candidates]
     times_ms = time_interleaved(runs, settings.repeats, progress.step)
-    least_ms, stock_ms = limit_ms(bench, phase), float(np.median(times_ms[:, 0]))
+    shortest_ms, stock_ms = limit_ms(bench, phase), float(np.median(times_ms[:, 0]))
     rows = []
     for candidate, ms, (inter_bytes, intra_bytes) in zip(
         candidates, times_ms.T, sent_bytes, strict=True
@@ -199,7 +199,7 @@ def _time(
                 p90_ms=p90_ms if has_percentiles else None,
                 inter_bytes=inter_bytes,
                 intra_bytes=intra_bytes,
-                pct_of_limit=least_ms and 100 * least_ms / median_ms,
+                pct_of_limit=shortest_ms and 100 * shortest_ms / median_ms,
                 ratio_to_alltoall=stock_ms / median_ms,
                 predicted_ms=predicted_ms,
                 chosen=candidate.requested is None,
@@ -313,7 +313,7 @@ def time_interleaved(
     Args:
         runs: one function per candidate, called by all ranks together, in an order of its own in
             each repeat.
-        repeats: of all of them; N is the same on CPU ranks, and 10 times as many on GPUs.
+        repeats: number of repeats; N equals it on CPU ranks, and is 10 times as large on GPUs.
         on_repeat: called after each repeat.
     """
     in_a_row, time_runs = (1, _time_one) if gpu_name() is None else (IN_A_ROW, _time_in_a_row)
@@ -360,7 +360,7 @@ def _time_in_a_row(run: Callable[[], object]) -> list[float]:
 
 
 def limit_ms(bench: Bench, phase: Phase) -> float | None:
-    """The least time that the links between nodes allow; None if unknown or nothing crosses.
+    """The shortest time that the links between nodes allow; None if unknown or nothing crosses.
 
     The busiest direction of the busiest node decides. Every pass sends the same rows once, in
     alternating directions, so that node stays the busiest. A node has the rate of its emulated
@@ -370,8 +370,8 @@ def limit_ms(bench: Bench, phase: Phase) -> float | None:
         # 1e6 bit/s are 1e3 bits per ms.
         bytes_per_ms = bench.emulated.inter_mbit * 1e3 / 8
     elif bench.cluster is not None and "inter" in bench.cluster.resources:
-        of_rank, num_ranks = bench.cluster.rate_of("inter"), max(Counter(bench.nodes).values())
-        bytes_per_ms = of_rank.gbytes_per_s * 1e6 * num_ranks
+        rank_rate, num_ranks = bench.cluster.rate_of("inter"), max(Counter(bench.nodes).values())
+        bytes_per_ms = rank_rate.gbytes_per_s * 1e6 * num_ranks
     else:
         return None
     crossing = rows_that_cross(bench.layout, bench.batch.routing_map.cpu(), len(set(bench.nodes)))

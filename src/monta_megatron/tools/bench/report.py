@@ -22,19 +22,19 @@ class Row:
     Attributes:
         dispatcher: "megatron" or "monta".
         chain: our chain, or the name of stock's dispatcher.
-        num_chunks: 1 for stock.
+        num_chunks: number of chunks; 1 for stock.
         scope: "exchange", or "layer" with the experts computed.
         phase: "forward" (dispatch and combine) or "forward_backward".
-        tokens, top_k, routing, tp, ep, etp: of the benchmark; tokens of a rank.
+        tokens, top_k, routing, tp, ep, etp: settings of the benchmark; tokens are per rank.
         inter_mbit: rate that the emulated interfaces were set to, or None.
-        median_ms, min_ms, max_ms: of single runs, each the time of its slowest rank.
-        p10_ms, p90_ms: percentiles of them; None where there are fewer than `MIN_FOR_PERCENTILES`.
+        median_ms, min_ms, max_ms: statistics of single runs, timed by their slowest ranks.
+        p10_ms, p90_ms: percentiles of the runs; None for fewer than `MIN_FOR_PERCENTILES` runs.
         inter_bytes, intra_bytes: payload that changes node, or rank inside a node, summed over
             ranks, in this phase.
-        pct_of_limit: the least time in which the rows that must cross can cross, in percent of the
+        pct_of_limit: shortest possible time for the rows that must change node, in percent of the
             median; None on one node, or without an emulated or a given cluster.
-        ratio_to_alltoall: stock alltoall's median over this one.
-        predicted_ms: the time that the planner predicts, for uniform routing, or None.
+        ratio_to_alltoall: speedup over stock alltoall: its median over this one.
+        predicted_ms: time that the planner predicts for uniform routing, or None.
         chosen: whether this is what `auto` ran.
     """
 
@@ -82,8 +82,8 @@ class Report:
     """The JSON document of a benchmark.
 
     Attributes:
-        meta: enough to know the measurement, and to run it again.
-        rows: the candidates, phase by phase.
+        meta: provenance: what identifies the measurement and lets it be repeated.
+        rows: one row per candidate, phase by phase.
     """
 
     meta: Mapping[str, Any]

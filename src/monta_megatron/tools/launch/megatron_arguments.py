@@ -21,7 +21,7 @@ from monta_megatron.common.errors import UserError
 from monta_megatron.common.text import nearest
 
 # Arguments that TransformerConfig refuses where Transformer Engine is not installed.
-OF_TRANSFORMER_ENGINE = ("moe_permute_fusion", "apply_rope_fusion")
+NEED_TRANSFORMER_ENGINE = ("moe_permute_fusion", "apply_rope_fusion")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,11 @@ class Answer:
     """Answer of Megatron.
 
     Attributes:
-        megatron: version of the Megatron-Core that has checked them; None if none has.
-        unchecked: what was not checked and why, or None.
-        problem: a mistake in one argument, or in those of this package; None if there is none.
-        refusal: what Megatron's validation or its TransformerConfig refuses, or None. They look for
-            devices and libraries, which the run may find where this process does not.
+        megatron: version of the Megatron-Core that checked the arguments; None if none did.
+        unchecked: what was not checked, and the reason; or None.
+        problem: mistake in one argument, or in those of this package; None if there is none.
+        refusal: reason why Megatron's validation or TransformerConfig refuses the arguments, or
+            None. Both look for devices and libraries, which the run may have and this process not.
     """
 
     megatron: str | None = None
@@ -104,7 +104,7 @@ def _configure(words: Sequence[str]) -> tuple[str | None, list[str]]:
         args: Any = validate_args(parse_args())
         batch = (args.rampup_batch_size, args.global_batch_size, args.micro_batch_size)
         init_num_microbatches_calculator(0, *batch, args.data_parallel_size)
-        for name in OF_TRANSFORMER_ENGINE:
+        for name in NEED_TRANSFORMER_ENGINE:
             if getattr(args, name, False) and not importlib.util.find_spec("transformer_engine"):
                 setattr(args, name, False)
                 skipped.append(name)

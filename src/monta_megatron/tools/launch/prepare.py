@@ -44,12 +44,12 @@ class Run:
     """A run that is known in full.
 
     Attributes:
-        config: the configuration, with paths and variables resolved and everything merged.
+        config: configuration, with paths and variables resolved and everything merged.
         arguments: Megatron's arguments.
-        directory: the run's own directory.
-        plan: what the planner expects of its exchange, or None.
-        notes: for the user, one line each.
-        megatron: version of the Megatron-Core that has checked the arguments; None if unchecked.
+        directory: run directory.
+        plan: plan of the exchange, or None.
+        notes: lines for the user.
+        megatron: version of the Megatron-Core that checked the arguments; None if unchecked.
     """
 
     config: RunConfig
@@ -73,7 +73,7 @@ class Run:
         return tuple(name for name in RESUMES_WITH if name not in self.arguments)
 
     def lines(self) -> Iterator[str]:
-        """Layout, plan, notes and directory, a line each."""
+        """Lines about the layout, the plan, the notes and the directory."""
         layout, plan = self.config.layout, self.plan
         sizes = ", ".join(f"{name.upper()} {getattr(layout, name)}" for name in PARALLEL_ARGUMENTS)
         nodes = counted(layout.nodes, "node")
@@ -107,8 +107,8 @@ def prepare(file: str, words: Sequence[str], directory: Path | None, dry_run: bo
     Args:
         file: the run file, or a preset.
         words: arguments of Megatron from the command line.
-        directory: directory of the run, or None for runs/NAME.
-        dry_run: whether the script may be missing.
+        directory: run directory; None for runs/NAME.
+        dry_run: whether this is a dry run, whose script may be missing.
 
     Raises:
         UserError: one line that names the file, the key, the value and the rule.
@@ -259,7 +259,8 @@ def checked(run: Run, force: bool = False) -> Run:
 
     Args:
         run: the run.
-        force: go on where Megatron refuses the arguments together, or one that a container gets.
+        force: whether to continue where Megatron refuses the arguments together, or one argument
+            of a run in a container.
 
     Raises:
         UserError: Megatron refuses an argument, named with the nearest one that exists, or all of

@@ -49,8 +49,8 @@ class RunLayout(ParallelLayout):
     """Nodes, and the sizes of Megatron's parallel groups on them.
 
     Attributes:
-        nodes: hosts of the run.
-        ranks_per_node: processes, and so GPUs, of each.
+        nodes: number of hosts.
+        ranks_per_node: number of processes, and so of GPUs, per host.
     """
 
     world_size: PositiveInt = field(init=False)
@@ -67,9 +67,10 @@ class Container:
     """Image in which the ranks run; the job's script and `setup` run outside.
 
     Attributes:
-        image: one that ends in .sif runs by `apptainer exec`, any other by Pyxis, options of srun.
-        mounts: HOST:CONTAINER each, in addition to the run's directory.
-        workdir: folder in which the ranks start; without it the image's.
+        image: container image; one that ends in .sif runs by `apptainer exec`, any other by Pyxis,
+            through options of srun.
+        mounts: mounts of the form HOST:CONTAINER, in addition to the run directory.
+        workdir: folder in which the ranks start; None for the image's.
     """
 
     image: Text
@@ -86,12 +87,13 @@ class Slurm:
     """A job, whose nodes and tasks are those of the layout.
 
     Attributes:
-        options: of sbatch by their long names, such as `time: 240` (minutes) or `partition`. The
-            GPUs and all memory of whole nodes are asked for by `gpus-per-node: N`, `exclusive:
-            true` and `mem: 0`. `requeue: false` lets the job end at its limit.
-        signal_before_seconds: how long before the limit the training is told to write a checkpoint,
-            if it has --save, --load and --exit-signal-handler; the job is then requeued.
-        container: image of the ranks; without it they run on the host.
+        options: options of sbatch by their long names, such as `time: 240` (minutes) and
+            `partition`. `gpus-per-node: N`, `exclusive: true` and `mem: 0` request the GPUs and
+            all memory of whole nodes. `requeue: false` lets the job end at its limit.
+        signal_before_seconds: time before the limit at which the training is told to write a
+            checkpoint, if it has --save, --load and --exit-signal-handler; the job is then
+            requeued.
+        container: container of the ranks; None to run them on the host.
     """
 
     options: Mapping[str, ArgumentValue] = field(default_factory=dict)
@@ -109,17 +111,17 @@ class RunConfig:
     """One run.
 
     Attributes:
-        name: of the run's directory (runs/NAME, or runs/NAME-2 and so on) and of its job.
+        name: name of the run directory (runs/NAME, or runs/NAME-2 and so on) and of the job.
         layout: nodes and parallel sizes, which are passed on to Megatron.
         megatron: Megatron's arguments by their names without --, with dashes or underscores; true
-            is a flag, false leaves it out, a list is several values.
-        model: a model file, a config.json of Hugging Face or a preset: more of those arguments.
-        cluster: a cluster file or a preset, for the plan and --moe-monta-cluster.
+            sets a flag, false leaves the argument out, a list gives several values.
+        model: model file, Hugging Face config.json or preset, which adds Megatron arguments.
+        cluster: cluster file or preset, for the plan and --moe-monta-cluster.
         script: training script of every rank.
         script_arguments: arguments that the script adds to Megatron's, passed on unchecked.
-        setup: lines of bash that run before, such as `module load cuda`.
+        setup: lines of bash to run before the ranks start, such as `module load cuda`.
         environment: environment variables of every rank.
-        slurm: options of a job.
+        slurm: settings of the Slurm job.
     """
 
     name: FolderName
@@ -209,10 +211,10 @@ def merge(
     }
 
     # Step 2: all of Megatron's.
-    of_model, notes = ({}, ()) if config.model is None else load_arguments(config.model)
+    model_arguments, notes = ({}, ()) if config.model is None else load_arguments(config.model)
     defaults = {DISPATCHER: DISPATCHER_TYPE, CLUSTER: config.cluster or False}
-    sources = (of_model, defaults, config.megatron, given)
-    arguments: Arguments = {key_of(n): value for each in sources for n, value in each.items()}
+    sources = (model_arguments, defaults, config.megatron, given)
+    arguments: Arguments = {key_of(n): value for source in sources for n, value in source.items()}
     arguments = {name: value for name, value in arguments.items() if value is not False}
     cluster = arguments.get(CLUSTER)
     # A dispatcher refuses options of another; so one file serves to compare them.
@@ -228,8 +230,8 @@ def merge(
         field: read.size(name, getattr(config.layout, field))
         for field, name in PARALLEL_ARGUMENTS.items()
     }
-    of_layout = {PARALLEL_ARGUMENTS[field]: size for field, size in sizes.items()}
-    others = {name: value for name, value in arguments.items() if name not in of_layout}
+    parallel_sizes = {PARALLEL_ARGUMENTS[field]: size for field, size in sizes.items()}
+    others = {name: value for name, value in arguments.items() if name not in parallel_sizes}
     try:
         layout = replace(config.layout, **sizes)
     except UserError as error:
@@ -242,14 +244,14 @@ def merge(
         megatron={name: value for name, value in others.items() if name != CLUSTER},
         script_arguments=script_arguments,
     )
-    return resolved, of_layout | others, tuple(notes)
+    return resolved, parallel_sizes | others, tuple(notes)
 
 
 def replaced(value: Any, variables: Mapping[str, str], key: str = "") -> Any:
     """A value with `${NAME}` replaced in its texts.
 
     Args:
-        value: a mapping, a list or a scalar.
+        value: mapping, list or scalar.
         variables: NAME -> text.
         key: path of the value, for messages.
 
@@ -258,7 +260,7 @@ def replaced(value: Any, variables: Mapping[str, str], key: str = "") -> Any:
     """
     if isinstance(value, Mapping):
         path = f"{key}." if key else ""
-        return {name: replaced(each, variables, path + name) for name, each in value.items()}
+        return {name: replaced(entry, variables, path + name) for name, entry in value.items()}
     if isinstance(value, list):
         return [replaced(entry, variables, key) for entry in value]
     if not isinstance(value, str):

@@ -102,7 +102,7 @@ def sbatch_options(run: Run) -> list[str]:
     signal_option = f"--signal=B:USR1@{run.config.slurm.signal_before_seconds}"
     is_requeued = given.pop("requeue", True) and not run.lacks_to_resume
     return [
-        *(f"{name}={','.join(each)}" if each else name for name, *each in words_of(given)),
+        *(f"{name}={','.join(values)}" if values else name for name, *values in words_of(given)),
         # sbatch replaces %j and the like in the whole path.
         f"--output={str(run.directory).replace('%', '%%')}/logs/%j.log",
         # A requeued job continues the log that it began.
@@ -166,9 +166,9 @@ class LaunchReport:
 
     Attributes:
         run: the run.
-        command: that starts it; empty for none.
-        exit_status: of the run, or of its submission; None in a dry run.
-        job: number of the job; None where none was submitted.
+        command: command that starts the run; empty if nothing is started.
+        exit_status: exit status of the run, or of its submission; None in a dry run.
+        job: number of the Slurm job; None where none was submitted.
     """
 
     run: Run
@@ -202,12 +202,12 @@ def launch(
     Args:
         file: the run file, or a preset.
         words: arguments of Megatron, which override those of the file.
-        directory: of the run, new or empty; None for runs/NAME.
-        start: how; None for the usual way.
-        dry_run: write and start nothing.
-        force: go on where Megatron's own validation refuses the arguments.
-        tell: called with each line for the user.
-        output: gets what the ranks print.
+        directory: run directory, new or empty; None for runs/NAME.
+        start: way to start; None for the default.
+        dry_run: whether to write and start nothing.
+        force: whether to continue where Megatron's own validation refuses the arguments.
+        tell: function that is called with each line for the user.
+        output: stream for the output of the ranks.
 
     Raises:
         UserError: one line; nothing was started.
