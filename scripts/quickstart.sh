@@ -12,6 +12,14 @@ set -euo pipefail
 # shellcheck source=scripts/python_env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/python_env.sh"
 
+is_new=
+is_installed "$MAIN_VENV" "$MEGATRON_REQUIREMENT" || is_new=yes
 install_main ""
+
+if [[ $is_new ]]; then
+    say "importing Megatron for the first time, which compiles it (a minute on a slow machine)"
+    MONTA_CPU_RANKS=1 alive "importing Megatron" \
+        "$MAIN_VENV/bin/python" -W ignore -c "import megatron.training"
+fi
 
 exec "$MAIN_VENV/bin/python" "$REPOSITORY/scripts/quickstart/main.py" "$@"

@@ -8,7 +8,7 @@ import torch
 
 from monta_megatron.exchange import kernels, launch_order
 from monta_megatron.integration import registration
-from monta_megatron.tools.doctor import AUTOLOAD_VARIABLES, QUEUES, examine
+from monta_megatron.tools.doctor import AUTOLOAD_VARIABLES, QUEUES, _optional, examine
 
 GOLDEN = Path(__file__).parent / "golden"
 ORDER = launch_order.VARIABLE
@@ -37,6 +37,12 @@ def test_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is advised for a GPU that is not there.
     names = {each.name: each for each in examine().findings}
     assert "Triton kernels" not in names and names["transformer_engine"].advice is None
+
+
+def test_what_is_not_installed_is_ok_only_where_it_is_not_needed() -> None:
+    found = _optional("absent_module", None)
+    assert (found.status, found.found) == ("ok", "not installed, and not needed without a GPU")
+    assert _optional("absent_module", "pip install it").status == "note"
 
 
 def test_findings_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Times and progress as texts: three digits, lines of the first rank."""
 
+import time
+
 import pytest
 
 from monta_megatron.common import text
@@ -26,3 +28,22 @@ def test_times_have_three_digits() -> None:
     # Those of one line have one unit.
     assert time_text(250.0, beside_us=1_200.0) == "0.25 ms"
     assert time_text(1_200.0, beside_us=250.0) == "1.2 ms"
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "takes_s", "says"),
+    [(True, 1.0, "monta plan: still planning\n"), (True, 0.0, ""), (False, 0.1, "")],
+)
+def test_slow_work_is_told_once_to_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+    takes_s: float,
+    says: str,
+) -> None:
+    # Work that takes no time ends well before half a second.
+    monkeypatch.setattr(text, "SLOW_S", 0.5 if takes_s == 0.0 else 0.01)
+    monkeypatch.setattr(text.sys.stderr, "isatty", lambda: is_terminal)
+    with text.told_if_slow("plan", "still planning"):
+        time.sleep(takes_s)
+    assert capsys.readouterr().err == says

@@ -29,6 +29,8 @@ COMMANDS = {
 
 # The statuses with which a shell reports processes ended by SIGINT and SIGPIPE.
 INTERRUPTED, UNREAD = 130, 141
+# Modules without which no command runs -> their packages.
+REQUIRED = {"numpy": "numpy", "yaml": "pyyaml"}
 # Seconds in which an interrupt of a launch reaches all of its ranks.
 INTERRUPT_REACHES_ALL_S = 1.0
 
@@ -112,6 +114,12 @@ def main(arguments: "Sequence[str] | None" = None, parser: "ArgumentParser | Non
                 sys.stdout.flush()
     except UserError as error:
         ranks.report(f"{command}: {error}")
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in REQUIRED:
+            raise
+        packages = " ".join(REQUIRED.values())
+        print(f"{command}: {error.name} is not installed: pip install {packages}", file=sys.stderr)
         return 2
     except OSError as error:
         # What is left in the buffer goes nowhere.

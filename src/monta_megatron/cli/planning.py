@@ -10,8 +10,9 @@ from typing import Any
 
 from monta_megatron.cli.parser import Parser
 from monta_megatron.common.errors import UserError
+from monta_megatron.common.files import check_can_be_written
 from monta_megatron.common.rules import name_of, num_tokens, positive, whole
-from monta_megatron.common.text import Progress, counted, one_of, print_report, tell
+from monta_megatron.common.text import Progress, counted, one_of, print_report, tell, told_if_slow
 
 FILES = {
     "model": "model file (YAML), a Hugging Face config.json or its folder, or the name of a preset "
@@ -38,6 +39,7 @@ FLAGS = {
         "Sequences per iteration; adds the predicted gain per iteration.",
     ),
 }
+STILL_PLANNING = "still planning: thousands of ranks may take half a minute"
 SWEPT = ("tokens", "world-size", "ep")
 # Flag of `plan` -> flags that must be left out with it.
 EXCLUDED_WITH = {
@@ -97,7 +99,9 @@ def run_plan(parsed: argparse.Namespace) -> int:
     if parsed.sweep is not None:
         from monta_megatron.tools.plan.report import sweep
 
-        print_report(sweep(request, *parsed.sweep), parsed.json)
+        with told_if_slow("plan", STILL_PLANNING):
+            swept = sweep(request, *parsed.sweep)
+        print_report(swept, parsed.json)
         return 0
     iteration_ms, ran = parsed.iteration_ms, "alltoall"
     if parsed.log is not None:
@@ -106,7 +110,8 @@ def run_plan(parsed: argparse.Namespace) -> int:
         log = read_log(parsed.log)
         request = log.request(request, str(parsed.log))
         iteration_ms, ran = log.iteration_ms(), log.dispatcher
-    planned = plan_request(request)
+    with told_if_slow("plan", STILL_PLANNING):
+        planned = plan_request(request)
     if parsed.out is not None:
         from monta_megatron.tools.plan.report import write_run
 
@@ -135,6 +140,8 @@ def _check_plan(parsed: argparse.Namespace) -> None:
         _require_flags(parsed, {"ep"} - {parsed.sweep[0]}, "with --sweep")
     if parsed.out is not None and parsed.out.exists():
         raise UserError(f"--out: got {parsed.out}, must not exist")
+    if parsed.out is not None:
+        check_can_be_written(parsed.out, "--out")
 
 
 def add_timeline_arguments(parser: Parser) -> None:

@@ -27,7 +27,8 @@ def find_config(kind: ConfigKind, given: str | Path, folder: str | Path = "") ->
 
     Args:
         kind: folder of `configs/`, such as "models".
-        given: the path or the name, as in "qwen3_30b_a3b" or "Qwen/Qwen3-30B-A3B".
+        given: the path or the name, as in "qwen3_30b_a3b" or "Qwen3-30B-A3B". A name on a hub, as
+            in "Qwen/Qwen3-30B-A3B", is refused: nothing is downloaded.
         folder: what a relative path is relative to; the working folder by default.
 
     Raises:
@@ -40,11 +41,17 @@ def find_config(kind: ConfigKind, given: str | Path, folder: str | Path = "") ->
         return path
     presets = {preset.stem: preset for preset in sorted((CONFIGS / kind).glob("*.yaml"))}
     name = Path(given).name.casefold().replace("-", "_")
-    if name in presets:
+    is_name = Path(given).name == str(given)
+    if is_name and name in presets:
         return presets[name]
     if path.is_dir():
         without = " without config.json" if kind == "models" else ""
         raise UserError(f"{path}: cannot be read: is a folder{without}")
+    if name in presets:
+        raise UserError(
+            f"{path}: cannot be read: No such file or directory, and names on a hub are not "
+            f"looked up; give {name}, the preset, or a file"
+        )
     known = advice(Path(name).stem, presets)
     raise UserError(f"{path}: cannot be read: No such file or directory, nor a preset; {known}")
 

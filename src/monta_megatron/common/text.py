@@ -2,8 +2,10 @@
 
 import json
 import sys
+import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Protocol
 
@@ -103,6 +105,22 @@ def print_report(report: Report, as_json: bool) -> None:
 def tell(command: str, line: str) -> None:
     """Print a line of a command on standard error: standard output is for its report."""
     print(shown(f"monta {command}: {line}"), file=sys.stderr, flush=True)
+
+
+SLOW_S = 2.0
+
+
+@contextmanager
+def told_if_slow(command: str, line: str) -> Iterator[None]:
+    """Tell a line once if the work inside takes longer than 2 seconds, to people on a terminal."""
+    timer = threading.Timer(SLOW_S, tell, (command, line))
+    timer.daemon = True
+    if sys.stderr is not None and sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 SECONDS_BETWEEN_LINES = 5.0

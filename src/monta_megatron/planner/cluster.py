@@ -47,7 +47,7 @@ class Link:
         range: the lowest and the highest rate that was published, where `rate` is the likely one.
         curves: GPU of `curves.published_curves`, in place of a line.
         rate_ratio: rate of this link over `rate`, or over the link of the curves' GPU.
-        source: where the figures were published.
+        source: where the figures were published; None where a user's own file does not say.
     """
 
     rate: Rate | None = None
@@ -55,7 +55,7 @@ class Link:
     range: tuple[Rate, Rate] | None = None
     curves: Text | None = None
     rate_ratio: PositiveFloat = 1.0
-    source: Text
+    source: Text | None = None
 
     def __post_init__(self) -> None:
         rule = f"be at most {MAX_START_US:,.0f}, a second"
@@ -101,7 +101,7 @@ class HostCosts:
         speed: how many times as fast as the processor of these figures the cluster's is: all of
             them are divided by it.
         range: the least and the most that the speed may be; None where it was measured.
-        source: what they were measured with, or where they were published.
+        source: what they were measured with, or where they were published, if the file says it.
     """
 
     collective_us: NonNegativeFloat = 21.8
@@ -114,7 +114,7 @@ class HostCosts:
     stage_us: NonNegativeFloat = 11.5
     speed: PositiveFloat = 1.0
     range: tuple[PositiveFloat, PositiveFloat] | None = None
-    source: Text
+    source: Text | None = None
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -133,7 +133,7 @@ class Cluster:
 
     Attributes:
         name: what users call it.
-        source: where its sizes come from, or what its costs were measured with.
+        source: where its sizes come from, or what its costs were measured with, if its file says.
         num_nodes: number of sets of ranks joined by the node link.
         ranks_per_node: ranks in each.
         nics_per_node: network interfaces that the ranks of a node share evenly.
@@ -151,7 +151,7 @@ class Cluster:
     """
 
     name: Text
-    source: Text
+    source: Text | None = None
     num_nodes: PositiveInt
     ranks_per_node: PositiveInt
     nics_per_node: PositiveInt

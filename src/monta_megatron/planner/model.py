@@ -118,7 +118,11 @@ class Reader:
             return default
         if value is None:
             self.require_spelling()
-            raise UserError(f"{self._where}: {name}: missing, must be given")
+            # Wider than above, but no longer hidden-size for ffn-hidden-size.
+            unread = self._arguments.keys() - self._read
+            misspelt = next(iter(get_close_matches(name, unread, 1, 0.88)), None)
+            advice = "" if misspelt is None else f"; is it misspelt as {misspelt}?"
+            raise UserError(f"{self._where}: {name}: missing, must be given{advice}")
         number = value if type(value) is int else None
         if isinstance(value, str) and value.strip().isdecimal():
             number = int(value)

@@ -66,6 +66,8 @@ def _megatron() -> Iterator[Finding]:
 def _optional(module_name: str, advice: str | None) -> Finding:
     if importlib.util.find_spec(module_name) is None:
         found = "hidden from CPU ranks" if module_name in sys.modules else "not installed"
+        if advice is None:
+            found += ", and not needed without a GPU"
         return Finding(module_name, "note" if advice else "ok", found, advice)
     # A part of a package has no version.
     return Finding(module_name, "ok", version_of(module_name.replace("_", "-")) or "found")

@@ -107,8 +107,13 @@ class TrainingLog:
             name: what the plan calls the training, such as the log's path.
 
         Raises:
-            UserError: the log lacks an argument.
+            UserError: the log lacks an argument, or all of them.
         """
+        if not {"num-layers", "hidden-size"} & self.arguments.keys():
+            raise UserError(
+                f"{name}: holds no arguments of the training, must begin with those that "
+                "Megatron-LM or Megatron Bridge prints before the first iteration"
+            )
         read = Reader(self.arguments, "--log")
         sizes: dict[str, Any] = {
             name: getattr(request, name) or read.optional(argument)

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from clusters import GOLDEN, preset
 from commands import Monta
+from run_python import run_python
 from training_logs import QWEN3_30B, training_log
 
 from monta_megatron.common import files
@@ -76,6 +77,46 @@ def test_one_token_is_no_plural(monta: Monta) -> None:
     status, printed, _ = monta(*words)
     assert status == 0
     assert "1 token per rank" in printed and "1 tokens" not in printed
+
+
+def test_a_sweep_names_the_values_that_do_not_fit(monta: Monta) -> None:
+    words = [*PLAN, "--world-size", "32", "--sweep", "ep=8,3,16"]
+    status, printed, _ = monta(*words)
+    *_, last = printed.splitlines()
+    rule = "world_size: got 32, must be a multiple of etp * ep * pp (3)"
+    assert status == 0 and last == f"not planned: ep=3: {rule}"
+    rows = monta.document(*words)["rows"]
+    assert rows[1] == {"value": 3, "problem": rule}
+    assert all("predicted_us" in row for row in (rows[0], rows[2]))
+
+
+def test_a_cluster_file_may_lack_its_source(folder: Path, monta: Monta) -> None:
+    data = yaml.safe_load((files.CONFIGS / "clusters" / "a100_hdr.yaml").read_text())
+    for part in (data, data["network"], data["memory"], data["host"]):
+        del part["source"]
+    Path("mine.yaml").write_text(yaml.safe_dump(data))
+    status, printed, _ = monta(*PLAN[:3], "--cluster", "mine.yaml", "--world-size", "32", "--ep=8")
+    assert status == 0
+    assert "the cluster file does not name the source of each" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in (files.CONFIGS / "clusters").glob("*.yaml")]
+)
+def test_every_preset_names_its_sources(name: str) -> None:
+    cluster = preset(name)
+    parts = (cluster, cluster.host, *cluster.links.values())
+    assert all(part.source for part in parts)
+
+
+@pytest.mark.parametrize(("module", "package"), [("numpy", "numpy"), ("yaml", "pyyaml")])
+def test_a_missing_package_is_named(tmp_path: Path, module: str, package: str) -> None:
+    # A module that cannot be found in place of the installed one.
+    (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError(name='{module}')\n")
+    result = run_python("-m", "monta_megatron", *PLAN, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 2 and package in result.stderr
+    line = f"monta plan: {module} is not installed: pip install numpy pyyaml\n"
+    assert result.stderr == line
 
 
 @pytest.mark.parametrize("saved_share", [-0.001, 0.0, 0.004])

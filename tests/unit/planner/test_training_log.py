@@ -51,6 +51,13 @@ def test_labels_in_front_of_lines(tmp_path: Path, label: str) -> None:
     assert read(tmp_path, *map(label.format, lines)) == read(tmp_path, *lines)
 
 
+def test_a_log_without_arguments(tmp_path: Path, monta: Monta) -> None:
+    path = write(tmp_path, *iteration_lines([9.0] * 3))
+    assert f"{path}: holds no arguments of the training" in monta.refusal(
+        "plan", "--log", path, *CLUSTER
+    )
+
+
 def test_a_log_without_a_world_size(tmp_path: Path, monta: Monta) -> None:
     settings = {**TRAINING, **QWEN3_30B, "expert_model_parallel_size": 4}
     path = write(tmp_path, *arguments_block(settings), *iteration_lines([9.0] * 3))

@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, Literal
 from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.errors import UserError
 from monta_megatron.common.files import commit, versions
+from monta_megatron.common.text import told_if_slow
 from monta_megatron.common.torchrun import why_ended
 from monta_megatron.integration.results import FOLDER_VARIABLE
 from monta_megatron.tools.launch.prepare import UNRESOLVED, Run, checked, prepare
@@ -213,9 +214,11 @@ def launch(
         UserError: one line; nothing was started.
     """
     # Step 1: check, plan and write.
-    run = prepare(file, words, directory, dry_run)
+    with told_if_slow("launch", "still planning"):
+        run = prepare(file, words, directory, dry_run)
     start = choose_start(start, run, dry_run)
-    run = checked(run, force)
+    with told_if_slow("launch", "still checking the arguments: Megatron is imported for that"):
+        run = checked(run, force)
     if start == "sbatch" and run.lacks_to_resume:
         lacks = ", --".join(run.lacks_to_resume)
         run = replace(run, notes=(*run.notes, f"not requeued: would start over without --{lacks}"))

@@ -18,6 +18,7 @@ from monta_megatron.common.text import counted, number_text, size_text, table
 from monta_megatron.core import Choice
 from monta_megatron.integration.options import DISPATCHER_TYPE
 from monta_megatron.planner.benefit import IterationShare
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import RESOURCE_NAMES
 from monta_megatron.planner.layout import PARALLEL_ARGUMENTS, uneven_stages
 from monta_megatron.planner.model import Model
@@ -128,7 +129,7 @@ class PlanReport:
         yield "benefit", plan.benefit.text
         yield "needs", plan.memory.text
         rates = (f"{RESOURCE_NAMES[name]} {rate}" for name, rate in plan.rates.items())
-        yield "rates", f"{', '.join(rates)}; their sources are in the cluster file"
+        yield "rates", f"{', '.join(rates)}{_source_text(self.planned.nodes)}"
 
 
 def _model_text(model: Model) -> str:
@@ -141,6 +142,14 @@ def _model_text(model: Model) -> str:
         f"{counted_text}; sequences of {counted(model.seq_length, 'token')}, {micro_batch_size} "
         f"per micro-batch; rows of {model.row_size:,} values of {8 * model.value_bytes} bits"
     )
+
+
+def _source_text(cluster: Cluster) -> str:
+    """Where the rates come from, as far as the cluster file says it."""
+    links = (link for link in (cluster.network, cluster.node_link, cluster.memory) if link)
+    if cluster.source is None or any(link.source is None for link in links):
+        return "; the cluster file does not name the source of each"
+    return "; their sources are in the cluster file"
 
 
 def rows_of(plan: Plan) -> list[Row]:
@@ -196,7 +205,7 @@ def _standing(plan: Plan, chain: str) -> str:
 
 @dataclass(frozen=True)
 class SweepReport:
-    """The choice for each value of a key."""
+    """The choice for each value of a key, or why there is none: the `problem` of a row."""
 
     key: str
     rows: Sequence[dict[str, Any]]
@@ -210,24 +219,34 @@ class SweepReport:
         cells = "{value} {chain} {num_chunks} {predicted_us:,.0f}"
         cells += " {stock} {stock_us:,.0f} {ratio:.2f}x"
         columns = (f">{self.key}", "chain", ">chunks", ">us", "stock", ">us", ">speedup")
-        return table(columns, [cells.format(**row).split() for row in self.rows])
+        planned = (row for row in self.rows if "problem" not in row)
+        lines = [table(columns, [cells.format(**row).split() for row in planned])]
+        lines += (
+            f"not planned: {self.key}={row['value']}: {row['problem']}"
+            for row in self.rows
+            if "problem" in row
+        )
+        return "\n".join(lines)
 
 
 def sweep(request: PlanRequest, key: str, values: Sequence[Any]) -> SweepReport:
-    """Plan for each value.
+    """Plan for each value; one that cannot be planned is a row that says why.
 
     Raises:
-        UserError: a value cannot be planned.
+        UserError: no value can be planned; the problem is that of the first.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for value in values:
         try:
             plan = plan_request(replace(request, **{key.replace("-", "_"): value}))
         except UserError as problem:
-            raise UserError(f"--sweep {key}={value}: {problem}") from problem
+            rows.append({"value": value, "problem": str(problem)})
+            continue
         names = ("chain", "num_chunks", "predicted_us", "stock", "stock_us", "recommended")
         row = {"value": value, **{name: getattr(plan, name) for name in names}}
         rows.append({**row, "ratio": row["stock_us"] / row["predicted_us"]})
+    if all("problem" in row for row in rows):
+        raise UserError(f"--sweep {key}={rows[0]['value']}: {rows[0]['problem']}")
     return SweepReport(key, rows)
 
 
