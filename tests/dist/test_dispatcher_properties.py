@@ -83,12 +83,11 @@ def draw_cases(world_size: int, seed: int) -> Iterator[Case]:
             # A planner takes longer than a case: one configuration, which it is asked for again.
             changes |= {"chain": "auto", "num_local_experts": 2, "topk": 2, "num_chunks": None}
             changes |= {"options": {"tune_steps": draw.choice([0, 6])}, "num_steps": 12}
-            # Tokens are drawn anew for every micro-batch, in any number.
-            changes |= {
-                "tokens": tuple(draw.randint(0, 24) for _ in range(12 + world_size)),
-                "micro_batches": tuple(draw.randint(1, 3) for _ in range(12)),
-                "batch": 1,
-            }
+            changes["micro_batches"] = tuple(draw.randint(1, 3) for _ in range(12))
+            # Tokens are drawn anew for every micro-batch; padding needs as many on all ranks.
+            if changes.get("config") != CALLS[PADDED]["config"]:
+                tokens = tuple(draw.randint(0, 24) for _ in range(12 + world_size))
+                changes |= {"tokens": tokens, "batch": 1}
         changed = replace(case, **changes)
         if changed.config == CALLS[PADDED]["config"] and changed.has_tokens:
             changed = replace(changed, config=CALLS[DROPPED]["config"])
