@@ -14,7 +14,7 @@ from monta_megatron.planner.price import Price
 
 STOCK = Choice(chain="alltoall", num_chunks=1)
 # Most predicted memory of a candidate: so many times plain alltoall's, or so many bytes more.
-MOST_MEMORY, MORE_BYTES = 1.5, 1e9
+MAX_MEMORY, MORE_BYTES = 1.5, 1e9
 # Numbers of chunks in which a chain's experts are split.
 SPLITS = (2, 4)
 
@@ -37,8 +37,8 @@ class Planner:
         splits_experts: whether experts run inside the pipeline of a chain of tokens; then at least
             one of the chains is such.
         phase: the passes of an exchange.
-        shape: of the layers; its number of tokens is replaced.
-        cluster: by whose costs candidates are priced; None where one choice is given.
+        shape: shape of the layers; its number of tokens is replaced.
+        cluster: cluster whose costs price the candidates; None where one choice is given.
     """
 
     chains: tuple[Chain, ...]
@@ -66,12 +66,13 @@ class Planner:
         selection = self.selection(tokens)
         allowed = self._allowed(selection)
         price, reason = selection.price, selection.reason
-        if price.choice not in [each.choice for each in allowed]:
+        if price.choice not in [candidate.choice for candidate in allowed]:
             price = allowed[0]
-            reason = f"the fastest within {MOST_MEMORY:g} times the memory of alltoall"
-        choice, of_tokens = price.choice, [each for each in allowed if each.chain.rows == "tokens"]
-        if self.splits_experts and of_tokens:
-            price = of_tokens[0]
+            reason = f"the fastest within {MAX_MEMORY:g} times the memory of alltoall"
+        choice = price.choice
+        token_prices = [rival for rival in allowed if rival.chain.rows == "tokens"]
+        if self.splits_experts and token_prices:
+            price = token_prices[0]
             choice = self._choice_of(price.chain.name, max(SPLITS))
             reason = f"without its experts, as {price.choice.name}, the fastest chain of tokens"
         assert self.cluster is not None, "one choice is given"
@@ -96,7 +97,7 @@ class Planner:
                 continue
             if self.splits_experts and price.chain.rows == "tokens" and not split:
                 choices = (self._choice_of(price.chain.name, number) for number in SPLITS)
-                split = {each: price.total_us for each in choices if each.splits_experts}
+                split = {choice: price.total_us for choice in choices if choice.splits_experts}
             found[price.choice] = price.total_us
         rest = islice(found.items(), max(most - len(split), 1))
         return dict(islice((dict(rest) | split).items(), most))
@@ -108,8 +109,8 @@ class Planner:
         """Those that are not too large beside plain alltoall, the fastest first."""
         stock_bytes = self._stock(selection).peak_bytes
         # Hosts differ in the last bit, which a byte more makes up for.
-        most_bytes = max(MOST_MEMORY * stock_bytes, stock_bytes + MORE_BYTES) + 1
-        return [price for price in selection.rivals if price.peak_bytes <= most_bytes]
+        max_bytes = max(MAX_MEMORY * stock_bytes, stock_bytes + MORE_BYTES) + 1
+        return [price for price in selection.rivals if price.peak_bytes <= max_bytes]
 
     def selection(self, tokens: int) -> Selection:
         """The prices of everything allowed, for at most so many tokens per rank."""

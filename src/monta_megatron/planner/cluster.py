@@ -44,7 +44,7 @@ class Link:
         rate: in one direction, of one NIC or of one rank; that of memory counts reads and writes
             together. None with `curves`.
         start_us: time of the smallest operation.
-        range: the lowest and the highest rate that was published, where `rate` is the likely one.
+        range: lowest and highest published rate, where `rate` is the likely one.
         curves: GPU of `curves.published_curves`, in place of a line.
         rate_ratio: rate of this link over `rate`, or over the link of the curves' GPU.
         source: where the figures were published; None where a user's own file does not say.
@@ -88,12 +88,12 @@ class HostCosts:
     The defaults are those of one processor, the reference (docs/calibration.md, host of a preset).
 
     Attributes:
-        collective_us: to start an AllToAll or AllGather, whatever its group.
-        collective_peer_us: as much more for each other rank of the group.
+        collective_us: time to start an AllToAll or AllGather, whatever its group.
+        collective_peer_us: additional time for each other rank of the group.
         operation_us: to hand one operation on tensors to the device, its launch included; what a
             stage takes of them is in `planner.traffic`.
-        counts_to_host_us: to copy the counts to the host and wait for them.
-        counts_us: to count what goes where and bind a chain to it, once per dispatch.
+        counts_to_host_us: time to copy the counts to the host and wait for them.
+        counts_us: time to count what goes where and bind a chain to it, once per dispatch.
         stock_counts_us: what stock's dispatcher takes to count; it binds no chain, so it is taken
             to need at most `counts_us`.
         pass_us: what a pass takes besides its stages: autograd and the executor.
@@ -135,7 +135,7 @@ class Cluster:
         name: what users call it.
         source: where its sizes come from, or what its costs were measured with, if its file says.
         num_nodes: number of sets of ranks joined by the node link.
-        ranks_per_node: ranks in each.
+        ranks_per_node: number of ranks per node.
         nics_per_node: network interfaces that the ranks of a node share evenly.
         ranks_per_host: where several hosts make up a node, as in a rack; without it a node is one.
         memory_gb_per_rank: 1e9 bytes that a rank may use; without it memory is not checked. Presets
@@ -143,11 +143,11 @@ class Cluster:
         policy: how its ranks run an exchange: "fused" or "streams" on GPUs, by Triton kernels or
             PyTorch's operations; "host" on CPU ranks.
         network: published figures of one network interface.
-        node_link: of a rank's node link.
-        memory: of a rank's memory.
+        node_link: published figures of a rank's node link.
+        memory: published figures of a rank's memory.
         host: host time per operation.
         curves: measured on such nodes, one for each operation, resource and group size.
-        contention: measured; see `factor` for other pairs.
+        contention: measured factors; see `factor` for other pairs.
     """
 
     name: Text
@@ -235,9 +235,11 @@ class Cluster:
         """
         corners = [self]
         for resource, link in self.links.items():
-            corners = [each.at_rate(resource, ratio) for each in corners for ratio in link.ratios]
+            corners = [
+                corner.at_rate(resource, ratio) for corner in corners for ratio in link.ratios
+            ]
         hosts = [replace(self.host, speed=s) for s in self.host.range or (self.host.speed,)]
-        return [replace(each, host=host) for each in corners for host in hosts]
+        return [replace(corner, host=host) for corner in corners for host in hosts]
 
     def at_rate(self, resource: Resource, ratio: float) -> "Cluster":
         """The cluster where one resource has `ratio` times its rate, and the same start times."""
@@ -266,14 +268,14 @@ class Cluster:
         absent = {"inter": self.num_nodes == 1, "intra": self.ranks_per_node == 1}
         return tuple(resource for resource in RESOURCES if not absent.get(resource, False))
 
-    def of_job(self, ranks_per_node: int | None) -> "Cluster":
+    def for_job(self, ranks_per_node: int | None) -> "Cluster":
         """The nodes of a job that uses so many ranks of each: its own count, not the cluster's.
 
         Hand-worked: 4 of the 8 ranks of a node with 8 interfaces are a node of 4 with 4. Of a node
         of 18 hosts of 4, 64 are a node of 16 hosts; 4 are a host, which shares the whole node.
 
         Args:
-            ranks_per_node: of a node, or of a whole host; None for the whole node.
+            ranks_per_node: number of ranks used per node, or per host; None for whole nodes.
 
         Raises:
             UserError: a node has fewer, a host is used in part, or curves hold for another share

@@ -223,7 +223,7 @@ def stages_of(model: Model, pp: int) -> list[slice]:
     return [slice(max(start, 0), end) for start, end in stages if start < model.num_layers]
 
 
-def most_moe_layers(model: Model, pp: int) -> int:
+def max_moe_layers(model: Model, pp: int) -> int:
     """MoE layers of the pipeline stage with the most of them."""
     return max(sum(model.moe_layers[stage]) for stage in stages_of(model, pp))
 

@@ -44,7 +44,7 @@ from monta_megatron.planner.traffic import (
 # Host work of a pass besides its stages.
 AROUND_STAGES = "around the stages"
 # Of fp32, in which copies of a row are summed at least.
-LEAST_SUM_BYTES = 4
+MIN_SUM_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,12 +53,13 @@ class Work:
 
     Attributes:
         pass_name: dispatch, combine, or the backward pass of one of them.
-        stage: its name.
-        resource: that it occupies; "host" for the time around the stages, which is all launch.
-        times_us: [C] how long it runs alone.
-        launch_us: host time to launch it, per chunk.
-        traffic: what moves in it; None for "host".
-        in_chain: it is one of the chain's stages, not what a pass does around them.
+        stage: name of the stage.
+        resource: resource that the stage occupies; "host" for the time around the stages, which is
+            all launch.
+        times_us: [C] time of each chunk when it runs alone.
+        launch_us: host time to launch a chunk.
+        traffic: traffic of the stage; None for "host".
+        in_chain: whether it is a stage of the chain, rather than work around the chain.
     """
 
     pass_name: str
@@ -80,12 +81,12 @@ class Price:
     """The price of a chain in a given number of chunks.
 
     Attributes:
-        chain: that runs.
-        num_chunks: in how many chunks.
-        works: of all passes, in order.
-        total_us: from the first launch to the last end.
+        chain: the chain that runs.
+        num_chunks: number of chunks.
+        works: stages of all passes, in order.
+        total_us: time from the first launch to the last end.
         num_represented: [ranks] number of ranks that each priced rank stands for.
-        peak_bytes: the most that the executor holds at once on one rank.
+        peak_bytes: peak memory of the executor on any rank.
     """
 
     chain: Chain
@@ -103,8 +104,8 @@ class Price:
     @property
     def sort_key(self) -> tuple[float, bool, int, int]:
         """The fastest first, of equal ones the plainest. Hosts differ in the last bit."""
-        of_chain = self.chain.name != "alltoall", len(self.chain.stages), self.num_chunks
-        return round(self.total_us, 1), *of_chain
+        tie_break = self.chain.name != "alltoall", len(self.chain.stages), self.num_chunks
+        return round(self.total_us, 1), *tie_break
 
     def busiest(self) -> tuple[str, float]:
         """The busiest resource, and for how long all passes occupy it."""
@@ -118,7 +119,7 @@ class Price:
     def sent_bytes(self, resource: Resource) -> float:
         """Bytes that leave ranks for others by the chain's stages, over all ranks and passes."""
         traffic = (work.traffic for work in self.works if work.in_chain)
-        return sum(each.sent_bytes(resource, self.num_represented) for each in traffic if each)
+        return sum(moved.sent_bytes(resource, self.num_represented) for moved in traffic if moved)
 
 
 def price(
@@ -133,8 +134,8 @@ def price(
     Args:
         shape: the exchange.
         cluster: the cluster it runs on.
-        chain: that runs.
-        num_chunks: in how many chunks.
+        chain: the chain that runs.
+        num_chunks: number of chunks.
         phase: whether the backward passes are priced too.
     """
     cluster.check_has(shape.layout.num_nodes)
@@ -163,13 +164,16 @@ def _expected(
     bound = [bind_expected(shape, chain, num_chunks, layout) for layout, _ in ranks]
     num_counts = message_size((chain,), shape.layout, blocks_for(num_chunks))
     programs = [
-        [lower_expected(shape, of_rank, pass_, policy) for of_rank in bound]
+        [lower_expected(shape, bound_chain, pass_, policy) for bound_chain in bound]
         for pass_ in PASSES[phase]
     ]
     return (
-        tuple(of_pass[0].program for of_pass in programs),
-        tuple(pass_traffic(of_pass, shape.tokens_per_rank, num_counts) for of_pass in programs),
-        max(peak_bytes(program) for of_pass in programs for program in of_pass),
+        tuple(pass_programs[0].program for pass_programs in programs),
+        tuple(
+            pass_traffic(pass_programs, shape.tokens_per_rank, num_counts)
+            for pass_programs in programs
+        ),
+        max(peak_bytes(program) for pass_programs in programs for program in pass_programs),
     )
 
 
@@ -177,19 +181,21 @@ def bind_expected(shape: Shape, chain: Chain, num_chunks: int, layout: Layout) -
     """The chain bound to the expected rows of one rank.
 
     Args:
-        shape: of the exchange.
-        chain: that runs.
-        num_chunks: in how many chunks.
+        shape: shape of the exchange.
+        chain: the chain that runs.
+        num_chunks: number of chunks.
         layout: the exchange as the rank sees it.
     """
     counts = shape.routing.counts(chain, layout, shape.tokens_per_rank, blocks_for(num_chunks))
     return chain.bind(layout, counts, num_chunks)
 
 
-def lower_expected(shape: Shape, of_rank: BoundChain, pass_: Pass, policy: Policy) -> BoundProgram:
+def lower_expected(
+    shape: Shape, bound_chain: BoundChain, pass_: Pass, policy: Policy
+) -> BoundProgram:
     """The program of one pass over a bound chain."""
-    sum_bytes = max(LEAST_SUM_BYTES, shape.value_bytes)
-    if of_rank.chain.rows == "permuted tokens":
+    sum_bytes = max(MIN_SUM_BYTES, shape.value_bytes)
+    if bound_chain.chain.rows == "permuted tokens":
         # Megatron reduces permuted tokens in the dtype of their probabilities.
         sum_bytes = max(sum_bytes, shape.prob_bytes)
     row = RowFormat(
@@ -198,7 +204,7 @@ def lower_expected(shape: Shape, of_rank: BoundChain, pass_: Pass, policy: Polic
         prob_bytes=shape.prob_bytes,
         sum_bytes=sum_bytes,
     )
-    return lower(of_rank, pass_, row, shape.routing.max_experts_per_token, policy)
+    return lower(bound_chain, pass_, row, shape.routing.max_experts_per_token, policy)
 
 
 def peak_bytes(bound: BoundProgram) -> float:
@@ -250,19 +256,20 @@ def _add_pass(
     """Add one pass: around the stages, before the program, in it, after it.
 
     Args:
-        works: of the passes before it.
-        tasks: likewise.
-        program: of the pass.
-        traffic: likewise.
-        cluster: that it runs on.
+        works: stages of the earlier passes; this pass is appended.
+        tasks: their operations; this pass is appended.
+        program: program of the pass.
+        traffic: traffic of the pass.
+        cluster: cluster that the pass runs on.
     """
     first, pass_, host = len(tasks), program.pass_, cluster.host
     on_host = program.policy == "host"
 
     def open_ends() -> tuple[int, ...]:
         """Tasks that no other comes after."""
-        of_pass = tasks[first:]
-        followed = {number for task in of_pass for number in (*task.after, *task.launch_after)}
+        followed = {
+            number for task in tasks[first:] for number in (*task.after, *task.launch_after)
+        }
         ends = tuple(sorted(set(range(first, len(tasks))) - followed))
         return ends or ((first - 1,) if first else ())
 
@@ -327,10 +334,10 @@ def _work_of(
     """A stage with its times.
 
     Args:
-        stage: of a pass.
-        program: of the pass.
-        cluster: that it runs on.
-        num_chunks: of the program; None for a stage outside of it.
+        stage: traffic of the stage.
+        program: program of the pass.
+        cluster: cluster that the pass runs on.
+        num_chunks: number of chunks of the program; None for a stage outside of it.
     """
     pass_, host = program.pass_, cluster.host
     operations = num_host_operations(

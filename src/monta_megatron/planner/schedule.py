@@ -31,12 +31,12 @@ class Task(NamedTuple):
     """One operation, in the order of issue.
 
     Attributes:
-        resource: that it occupies.
-        us: how long it runs alone.
-        launch_us: host time to launch it.
-        after: tasks that end before it starts.
-        launch_after: tasks that end before the host launches it.
-        copies_at_launch: the launch is a copy that the host runs, and slows others as one.
+        resource: resource that the operation occupies.
+        us: time of the operation when it runs alone.
+        launch_us: host time to launch the operation.
+        after: numbers of the tasks that end before it starts.
+        launch_after: numbers of the tasks that end before the host launches it.
+        copies_at_launch: whether the launch is a copy on the host, which slows others as a copy.
     """
 
     resource: Resource
@@ -51,18 +51,18 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[float, ...]:
     """Run tasks.
 
     Args:
-        tasks: in the order of issue.
-        factor: how much an operation on one resource is slowed by one on another.
+        tasks: tasks in the order of issue.
+        factor: slowdown of an operation on one resource beside an operation on another.
 
     Returns:
-        When each task ended, in us.
+        End of each task, in us.
     """
     # Index of a resource: memory first, the host last, which nothing slows and which slows nothing.
     resources: list[Resource] = ["memory"]
     resources += [resource for resource in LINKS if any(t.resource == resource for t in tasks)]
     host = len(resources)
-    of_task = [resources.index(task.resource) for task in tasks]
-    of_launch = [0 if task.copies_at_launch else host for task in tasks]
+    task_resources = [resources.index(task.resource) for task in tasks]
+    launch_resources = [0 if task.copies_at_launch else host for task in tasks]
     excess = [[factor(one, other) - 1 for other in resources] for one in resources]
     # Numbers of running operations by resource -> the slowdown of one on each of them.
     known_slowdowns: dict[tuple[int, ...], list[float]] = {}
@@ -79,7 +79,7 @@ def simulate(tasks: Sequence[Task], factor: Factor) -> tuple[float, ...]:
     running = [0] * (host + 1)
 
     def resource_of(number: int) -> int:
-        return of_launch[~number] if number < 0 else of_task[number]
+        return launch_resources[~number] if number < 0 else task_resources[number]
 
     def run(number: int, us: float) -> None:
         left_us[number] = us

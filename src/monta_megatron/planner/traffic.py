@@ -44,11 +44,11 @@ class HostOperations(NamedTuple):
     Means, rounded; the fields that apply to a pass are added up.
 
     Attributes:
-        rows: for the hidden rows.
-        probs: in a pass that carries probabilities.
-        ids: in a pass that carries expert ids too.
-        block: for each block of columns that is summed at a time.
-        once: for all chunks together: their common allocations.
+        rows: launches for the hidden rows.
+        probs: launches for probabilities, in a pass that carries them.
+        ids: launches for expert ids, in a pass that carries them.
+        block: launches per block of columns that is summed at a time.
+        once: launches for all chunks together, which allocate what they share.
     """
 
     rows: int = 0
@@ -97,22 +97,22 @@ def num_host_operations(
     """Number of operations of one kind that the host enqueues for one chunk.
 
     Args:
-        kind: of the operation.
-        pass_: the pass that it is part of.
-        row: the sizes of a row's values.
-        policy: how the program is executed.
-        num_chunks: C, which share the common allocations.
+        kind: kind of the operation.
+        pass_: pass that the operation is part of.
+        row: sizes of a row's values.
+        policy: way in which the program is executed.
+        num_chunks: C, the number of chunks that share allocations.
     """
     table = FUSED_HOST_OPERATIONS if policy == "fused" else HOST_OPERATIONS
-    of_kind = table[kind]
+    launches = table[kind]
     is_rounded = row.sum_bytes > row.value_bytes
     num_blocks = -(-row.hidden_size // SUM_COLUMNS) if is_rounded else 1
     return (
-        of_kind.rows
-        + of_kind.probs * pass_.probs
-        + of_kind.ids * pass_.ids
-        + of_kind.block * num_blocks
-        + of_kind.once / num_chunks
+        launches.rows
+        + launches.probs * pass_.probs
+        + launches.ids * pass_.ids
+        + launches.block * num_blocks
+        + launches.once / num_chunks
     )
 
 
@@ -134,10 +134,10 @@ class Moved(NamedTuple):
     """Bytes through one resource, and through how many ranks.
 
     Attributes:
-        num_bytes: [2, S, C] what leaves a rank for others, and what arrives from them; in memory
-            [1, S, C], what is read and written.
-        group_size: see `Cluster.time_us`.
-        ranks_on_node: likewise.
+        num_bytes: [2, S, C] bytes that leave a rank for others, and bytes that arrive from them; in
+            memory [1, S, C], bytes read and written.
+        group_size: number of ranks, see `Cluster.time_us`.
+        ranks_on_node: number of ranks per node, see `Cluster.time_us`.
     """
 
     num_bytes: RowCounts
@@ -151,12 +151,12 @@ class StageTraffic:
 
     Attributes:
         stage: name of the stage, or of the work before or after the program.
-        kind: of its operations, by which the host pays.
-        operation: by whose curve it is priced.
-        resource: that it occupies.
-        moved: resource -> what goes through it. A group on several nodes may use two.
-        message_bytes: bytes of a row in each message of a collective; they start one by one.
-        messages_overlap: they are under way at the same time, not one after the other.
+        kind: kind of its operations, which decides the host time.
+        operation: operation whose curve gives the price.
+        resource: resource that the stage occupies.
+        moved: resource -> bytes that go through it. A group on several nodes may use two.
+        message_bytes: bytes of a row in each message of a collective; messages start one by one.
+        messages_overlap: whether messages are in flight at the same time.
     """
 
     stage: str
@@ -172,7 +172,7 @@ class StageTraffic:
 
         Args:
             resource: "inter" or "intra".
-            num_represented: [S] how many ranks each of the priced ones stands for.
+            num_represented: [S] number of ranks that each priced rank stands for.
         """
         if resource not in self.moved:
             return 0.0
@@ -185,10 +185,10 @@ class PassTraffic:
     """One pass.
 
     Attributes:
-        counting: works of a dispatch that bring the counts, for which the host waits.
-        before: works before the program, one after the other, likewise after the former.
-        pipeline: the program, a series of operations after the other.
-        after: works after it, one after the other.
+        counting: stages of a dispatch that bring the counts, for which the host waits.
+        before: stages between the counts and the program, in order.
+        pipeline: stages of the program, one per series of operations, in order.
+        after: stages after the program, in order.
     """
 
     counting: tuple[StageTraffic, ...]
@@ -207,9 +207,9 @@ def pass_traffic(
     combine; the backward passes do the transposes.
 
     Args:
-        programs: [S] the program with the rows of each rank.
-        num_tokens: tokens of a rank.
-        num_exchanged_counts: integers that every rank sends to each; see `chains.chain`.
+        programs: [S] program with the rows of each rank.
+        num_tokens: tokens per rank.
+        num_exchanged_counts: number of integers from every rank to every rank; see `chains.chain`.
     """
     layouts = [program.bound.layout for program in programs]
     pass_, row = programs[0].program.pass_, programs[0].program.row
@@ -335,10 +335,10 @@ def _by_resource(
     """Bytes to and from each peer, by resource.
 
     Args:
-        layouts: [S] the exchange, as each rank sees it.
-        group: of the collective.
-        num_bytes: [S, 2, C, P] that leave for each peer, and that arrive from it.
-        resource: that the collective occupies.
+        layouts: [S] exchange, as each rank sees it.
+        group: group of the collective.
+        num_bytes: [S, 2, C, P] bytes that leave for each peer, and bytes that arrive from it.
+        resource: resource that the collective occupies.
     """
     here, elsewhere = zip(*(peers_of(layout, group) for layout in layouts), strict=True)
 

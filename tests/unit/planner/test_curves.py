@@ -81,9 +81,9 @@ def test_ranks_share_the_network_interfaces_of_their_node() -> None:
 def test_measured_curves_are_of_nodes_that_share_interfaces_alike() -> None:
     calibrated = load_cluster(CONFIGS.parent / "docs" / "benchmarks" / "regret_2x4.yaml")
     with pytest.raises(ValueError, match=r"^ranks_per_node: got 2, must share interfaces as the"):
-        calibrated.of_job(2)
+        calibrated.for_job(2)
     # An interface for each rank.
-    assert replace(calibrated, nics_per_node=4).of_job(2).nics_per_node == 2
+    assert replace(calibrated, nics_per_node=4).for_job(2).nics_per_node == 2
 
 
 def test_another_network_rate_scales_the_bytes_and_not_the_start() -> None:

@@ -7,7 +7,7 @@ import golden
 import pytest
 from clusters import GOLDEN, by_hand
 
-from monta_megatron.planner.layout import most_moe_layers
+from monta_megatron.planner.layout import max_moe_layers
 from monta_megatron.planner.model import Model, model_of
 from monta_megatron.planner.ranking import num_parameters
 
@@ -22,11 +22,11 @@ def small_model(**changes: Any) -> Model:
 @pytest.mark.parametrize("case", MODELS["cases"], ids=lambda case: str(case["given"]))
 def test_models_by_hand(case: dict[str, Any]) -> None:
     model = small_model(**case["given"])
-    for name in case.keys() - {"given", "most_moe_layers"}:
+    for name in case.keys() - {"given", "max_moe_layers"}:
         found = num_parameters(model) if name == "num_parameters" else getattr(model, name)
         assert (list(found) if isinstance(found, tuple) else found) == case[name], name
-    for num_stages, most in case.get("most_moe_layers", {}).items():
-        assert most_moe_layers(model, num_stages) == most
+    for num_stages, most in case.get("max_moe_layers", {}).items():
+        assert max_moe_layers(model, num_stages) == most
 
 
 def test_wrong_arguments() -> None:

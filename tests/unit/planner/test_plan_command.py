@@ -228,13 +228,13 @@ def test_a_run_file_has_the_nodes_and_the_price_of_the_plan(
 
 def test_a_job_has_its_share_of_the_interfaces() -> None:
     cluster = preset("h100_8x_ndr")
-    part = cluster.of_job(4)
+    part = cluster.for_job(4)
     assert (part.ranks_per_node, part.nics_per_node) == (4, 4)
-    assert cluster.of_job(None) is cluster.of_job(8) is cluster
+    assert cluster.for_job(None) is cluster.for_job(8) is cluster
     part_us, us = (each.time_us("alltoall", "inter", 1e6, 8, 4) for each in (part, cluster))
     assert part_us == pytest.approx(us)
     with pytest.raises(ValueError, match=r"ranks_per_node: got 2, must be a multiple of 4"):
-        preset("gb200_nvl72").of_job(2)
+        preset("gb200_nvl72").for_job(2)
     # Single ranks need no node link.
     single = replace(cluster, ranks_per_node=1, nics_per_node=1, node_link=None)
     assert single.resources == ("inter", "memory")

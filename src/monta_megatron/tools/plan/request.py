@@ -16,7 +16,7 @@ from monta_megatron.planner.layout import (
     PARALLEL_ARGUMENTS,
     UNREAD_SPLITS,
     ParallelLayout,
-    most_moe_layers,
+    max_moe_layers,
     shape_of_layout,
     training_of_layout,
     uneven_stages,
@@ -127,7 +127,7 @@ def plan_request(
     cluster = request.cluster
     if not isinstance(cluster, Cluster):
         cluster = load_cluster(cluster)
-    cluster = cluster.of_job(request.ranks_per_node)
+    cluster = cluster.for_job(request.ranks_per_node)
     world_size = request.world_size or cluster.num_ranks
     rule = f"be at most the {cluster.num_ranks} ranks of {cluster.name} (its num_nodes)"
     require(world_size <= cluster.num_ranks, "world_size", world_size, rule)
@@ -162,7 +162,7 @@ def plan_request(
     if request.global_batch_size is not None:
         number = layout.num_micro_batches(model, request.global_batch_size)
         number = math.ceil(number * layout.tokens_per_rank(model) / tokens)
-    layers = most_moe_layers(model, layout.pp)
+    layers = max_moe_layers(model, layout.pp)
     return Planned(
         **vars(plan),
         model=model,
