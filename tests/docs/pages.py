@@ -1,20 +1,7 @@
-"""README and docs: their pages, the commands on them, what these print, the links between them.
-
-A block of output belongs to the command above it in its section. Numbers that a page quotes from a
-command stand behind a comment that names it, up to the next comment or the end of the paragraph,
-item or table row:
-
-    <!-- monta plan model=MODEL tp=2 json= -->`2.11x stock alltoall`, 3,495 us<!-- / -->
-
-Flags are written so because many readers of Markdown take no comment that holds two hyphens.
-Texts in backticks are printed so; other numbers are printed somewhere. A comment on a line of its
-own is for what is below it: a block, which has numbers of the output, or a table, whose rows have
-each the numbers of a line, in order. Text does not go on with a comment at the start of a line,
-which would end the paragraph.
-"""
+"""README and docs: their pages, the commands and blocks of output on them, links between them."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,62 +15,25 @@ PAGES = [
 SHELLS = ("bash", "sh", "shell")
 # Behind a blank line; an item of a list is indented by less, or begins with its mark.
 INDENTED = r"(?<=\n\n)(?:(?: {4}[^\n]*|)\n)+"
-QUOTE = (
-    r"<!-- (?P<command>(?:monta|python) [^>]*?) -->"
-    r"(?P<quoted>(?:\n\|[^\n]*)+|.*?(?=<!--|\n\n|\n\||\n- |\Z))"
-)
-IN_TEXT = re.compile(
-    rf"(?P<shell>{INDENTED})|{QUOTE}|(?P<heading>^#+ )", flags=re.MULTILINE | re.DOTALL
-)
-# No part of a name, such as H100 or 235B; 2.11x is a number.
-NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?=x?(?![\w]))")
+IN_TEXT = re.compile(rf"(?P<shell>{INDENTED})|(?P<heading>^#+ )", flags=re.MULTILINE)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```\n?", flags=re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
-    """What a page shows of a command's output.
+class Block:
+    """A block of output.
 
     Attributes:
-        command: whose; None where none stands above it in its section.
-        text: lines of it, with `...` for those that are left out; or what quotes it.
-        quotes: whether it quotes numbers, in place of whole lines.
+        command: whose, or the block of Python right above it; None where none is above it in its
+            section.
+        text: lines of it, with `...` for those that are left out.
+        start, end: where the text stands in the page.
     """
 
     command: str | None
     text: str
-    quotes: bool
-
-    def missing(self, printed: str) -> list[str]:
-        """Parts of the text that the output does not have."""
-        if not self.quotes:
-            position, missing = 0, []
-            for part in re.split(r"^\.\.\.\n", self.text, flags=re.MULTILINE):
-                found = f"\n{printed}".find(f"\n{part}", position)
-                position = max(found, position)
-                missing += [part] if found < 0 else []
-            return missing
-        if self.text.startswith("\n|"):
-            lines = [NUMBER.findall(line) for line in printed.splitlines()]
-            rows = {row: NUMBER.findall(row) for row in self.text.split("\n")}
-            return [
-                row
-                for row, numbers in rows.items()
-                if not any(_holds_in_order(line, numbers) for line in lines)
-            ]
-        # A line may be broken in another place.
-        printed, text = (" ".join(words.split()) for words in (printed, self.text))
-        verbatim = [part for part in re.findall("`(.+?)`", text) if NUMBER.search(part)]
-        numbers = NUMBER.findall(re.sub("`.+?`", "", text))
-        known = {*NUMBER.findall(printed)}
-        return [
-            *(part for part in verbatim if part not in printed),
-            *(number for number in numbers if number not in known),
-        ]
-
-
-def _holds_in_order(line: Sequence[str], numbers: Sequence[str]) -> bool:
-    rest = iter(line)
-    return all(number in rest for number in numbers)
+    start: int
+    end: int
 
 
 def name_of(page: Path) -> str:
@@ -99,9 +49,9 @@ def commands(page: Path) -> list[str]:
     return [part for part in _parts(page) if isinstance(part, str)]
 
 
-def shown(page: Path) -> list[Shown]:
-    """What a page shows of what commands print, in order; outputs of Python blocks left out."""
-    return [part for part in _parts(page) if isinstance(part, Shown)]
+def blocks(page: Path) -> list[Block]:
+    """The blocks of output of a page, in order."""
+    return [part for part in _parts(page) if isinstance(part, Block)]
 
 
 def links(page: Path) -> list[tuple[Path, str]]:
@@ -129,39 +79,34 @@ def joined_lines(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.replace("\\\n", " ").splitlines() if line]
 
 
-def _parts(page: Path) -> Iterator[str | Shown]:
-    """Commands, and what is shown of their output, in the page's order."""
+def _parts(page: Path) -> Iterator[str | Block]:
+    """Commands, and the blocks of their output, in the page's order."""
     text = page.read_text(encoding="utf-8")
-    parts = re.split(r"^```(\w*)\n(.*?)^```\n?", text, flags=re.MULTILINE | re.DOTALL)
     last: str | None = None
-    quoted, before = False, ""
-    # Text, language, block, text, language, block, ..., text.
-    for position, part in enumerate(parts):
-        if position % 3 == 0:
-            quoted = False
-            for match in IN_TEXT.finditer(f"\n\n{part}\n"):
-                if match["shell"] is not None:
-                    for last in _commands(match["shell"]):
-                        yield last
-                elif match["command"] is None:
-                    last = None
-                elif match["quoted"].strip():
-                    command = _command_of_quote(match["command"])
-                    yield Shown(command=command, text=match["quoted"], quotes=True)
-                else:
-                    # Right above a block.
-                    last, quoted = _command_of_quote(match["command"]), True
-        elif position % 3 == 2 and parts[position - 1] in SHELLS:
-            for last in _commands(part):
+    end = 0
+    for fenced in FENCED.finditer(text):
+        for last in _outside(text[end : fenced.start()]):
+            if last is not None:
                 yield last
-        elif position % 3 == 2 and parts[position - 1] == "" and before != "python":
-            yield Shown(command=last, text=part, quotes=quoted)
-        if position % 3 == 2:
-            before = parts[position - 1]
+        language, block = fenced.groups()
+        end = fenced.end()
+        if language in SHELLS:
+            for last in _commands(block):
+                yield last
+        elif language == "python":
+            last = block
+        elif language == "":
+            yield Block(command=last, text=block, start=fenced.start(2), end=fenced.end(2))
+    yield from filter(None, _outside(text[end:]))
 
 
-def _command_of_quote(text: str) -> str:
-    return " ".join(re.sub(r"(?<=\s)([a-z-]+)=", r"--\1 ", text).split())
+def _outside(text: str) -> Iterator[str | None]:
+    """The commands between two blocks; None where a heading begins another section."""
+    for match in IN_TEXT.finditer(f"\n\n{text}\n"):
+        if match["shell"] is None:
+            yield None
+        else:
+            yield from _commands(match["shell"])
 
 
 def _commands(block: str) -> Iterator[str]:
