@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from monta_megatron.exchange import roll_call
+from monta_megatron.exchange import errors, roll_call
 
 HERE = "exchange of counts: chain alltoall, group tp_ep of ranks 0, 1, 2, 3"
 RANKS = range(4)
@@ -52,6 +52,24 @@ def test_what_ranks_at_other_places_said_is_quoted(store: dist.Store) -> None:
     )
     tell(store, 2, HERE)
     assert roll_call.call_roll(HERE, RANKS, "") == "all ranks of the group have come"
+
+
+def test_ranks_at_one_place_are_named_together(store: dist.Store) -> None:
+    tell(store, 1, HERE)
+    for rank in (2, 3):
+        tell(store, rank, "combine: stage alltoall")
+    said = roll_call.call_roll(HERE, RANKS, "")
+    assert said == "ranks 2, 3 were last at: combine: stage alltoall"
+
+
+def test_quotes_of_quotes_do_not_grow(store: dist.Store) -> None:
+    """Ranks of two groups fail one after the other, and each quotes all that came before it."""
+    ranks, place = range(16), "stage alltoall, group {} of ranks 0, 1, 2, 3"
+    lengths = []
+    for rank in ranks:
+        with mock.patch.object(dist, "get_rank", return_value=rank):
+            lengths.append(len(errors.call_roll(place.format(rank % 2), ranks)))
+    assert max(lengths) < len(ranks) * (len(place) + roll_call.MAX_QUOTED + 50)
 
 
 def test_one_silent_rank_is_not_waited_for(store: dist.Store) -> None:

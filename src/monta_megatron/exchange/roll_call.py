@@ -20,6 +20,8 @@ ANSWER_S = 3.0
 LOOK_S = 0.05
 # Beyond it the store counts as lost: the process that held it has ended, or hangs.
 STORE_LIMIT_S = 2.0
+# Characters that are quoted of what another rank said, which quotes others in its turn.
+MAX_QUOTED = 400
 # The store's own are RuntimeErrors; without process groups there is none (ValueError).
 STORE_ERRORS = (RuntimeError, ValueError)
 
@@ -70,12 +72,20 @@ def call_roll(place: str, ranks: Sequence[int], reason: str) -> str:
     sentences = []
     silent = [rank for rank in ranks if rank not in found]
     if silent:
-        which = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(map(str, silent))
-        sentences.append(f"{which} left or did not come: ended, stuck elsewhere{reason}")
+        sentences.append(f"{_listed(silent)} left or did not come: ended, stuck elsewhere{reason}")
+    elsewhere: dict[str, list[int]] = {}
     for rank, (there, message) in found.items():
         if there != place:
-            sentences.append(f"rank {rank} was last at: {there}{message}")
+            quoted = message if len(message) <= MAX_QUOTED else f"{message[:MAX_QUOTED]} ..."
+            elsewhere.setdefault(f"{there}{quoted}", []).append(rank)
+    for text, there_ranks in elsewhere.items():
+        were = "was" if len(there_ranks) == 1 else "were"
+        sentences.append(f"{_listed(there_ranks)} {were} last at: {text}")
     return "; ".join(sentences) or "all ranks of the group have come"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _write(place: str, message: str) -> None:
