@@ -223,11 +223,13 @@ def _rates(timed: Sequence[Trial], overhead_tokens: int) -> tuple[dict[Choice, f
         assert trial.us, "timed"
         by_candidate[trial.candidate].append(trial.us / work_of(trial.work, overhead_tokens))
     rates = {candidate: fmean(values) for candidate, values in by_candidate.items()}
-    squares = [
-        (value / rates[candidate] - 1) ** 2
+    deviations = [
+        value / rates[candidate] - 1
         for candidate, values in by_candidate.items()
         for value in values
     ]
+    # Not `** 2`: C's pow need not round as a product does, and hosts have several of it.
+    squares = [deviation * deviation for deviation in deviations]
     # Each mean takes a degree of freedom, and the overhead takes one.
     degrees = len(timed) - len(rates) - 1
     return rates, sqrt(sum(squares) / degrees) if degrees > 0 else inf

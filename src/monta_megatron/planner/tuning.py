@@ -181,7 +181,8 @@ class TuningWindow:
         """The result as a line of the log."""
         comparison = self.comparison
         if comparison is None:
-            return "no candidate was measured, as times were lost; the planner's pick stays"
+            lost = "times were lost" if self.trials else "no step had a backward pass on all ranks"
+            return f"no candidate was measured, as {lost}; the planner's pick stays"
         steps = f"steps {self.first} to {self.end - 1}"
         work = "" if comparison.kind else ", for steps of unequal work, compared per token"
         if self.best is None:

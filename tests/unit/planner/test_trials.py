@@ -1,5 +1,7 @@
 """Tuning windows in which the work of a step is drawn anew, as a study and by hand."""
 
+import ast
+import inspect
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -11,6 +13,7 @@ import pytest
 from test_study import CLUSTERS, planner_of, shapes
 
 from monta_megatron.core import Choice, Shape
+from monta_megatron.planner import trials
 from monta_megatron.planner.choose import STOCK, Planner
 from monta_megatron.planner.trials import Work
 from monta_megatron.planner.tuning import MAX_ROUNDS, ROUNDS, TIME_LAG, Tuner, TuningWindow
@@ -165,6 +168,22 @@ def test_without_two_measurements_the_pick_stays_and_the_line_says_why() -> None
         "no candidate wins by trials in steps 0 to 17; the planner's pick stays, since "
         f"{OTHER.name} was measured 1 time only; us predicted and ms measured: "
     )
+
+
+@pytest.mark.parametrize(
+    ("times_us", "why"),
+    [([], "no step had a backward pass on all ranks"), ([None, None], "times were lost")],
+)
+def test_a_window_without_measurements_says_why(times_us: list[int | None], why: str) -> None:
+    window = window_of(3)
+    run_trials(window, [SMALL] * len(times_us), times_us)
+    assert window.result == f"no candidate was measured, as {why}; the planner's pick stays"
+
+
+def test_no_power_is_computed() -> None:
+    """All hosts round products alike; C's pow, which `** 2` calls, they do not."""
+    nodes = ast.walk(ast.parse(inspect.getsource(trials)))
+    assert not any(isinstance(node, ast.Pow) for node in nodes)
 
 
 @pytest.mark.parametrize(
