@@ -4,6 +4,7 @@ There layers of two shapes are tuned one after the other too.
 """
 
 import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -93,6 +94,64 @@ def test_a_dropped_model_holds_up_windows_for_a_step(
         train(step_of, model)
     assert model.tuner.window is not None and model.tuner.window.first == 2
     assert auto._tuning == {model}
+
+
+def test_the_clock_keeps_no_layer(two: list[auto.AutoChooser]) -> None:
+    """A chooser stays while its window is open; shared experts go with their dispatcher."""
+    chooser, _ = two
+    layer = optimizer()
+    kept = weakref.ref(layer)
+    for _ in range(2):
+        chooser.choose(COUNTS, torch.device("cpu"))
+        chooser.time_exchange(layer, COUNTS)
+        auto._enter_step(layer)
+    chooser.choose(COUNTS, torch.device("cpu"))
+    chooser.time_exchange(layer, COUNTS)
+    del layer
+    assert chooser in auto._tuning and kept() is None
+
+
+def test_a_segment_that_never_ends_does_not_grow() -> None:
+    """Layers that run in training mode for days, without a step of an optimizer."""
+    clock = monitor.IterationClock()
+
+    def segment(num_exchanges: int) -> monitor.Segment:
+        clock.start(torch.device("cpu"))
+        for _ in range(num_exchanges):
+            timed = clock.add(clock, tokens=64)
+            assert timed is not None
+            timed.train(torch.empty(0))
+        clock.stop()
+        return clock.take()[0]
+
+    endless = segment(monitor.MAX_EXCHANGES + 1)
+    assert len(endless.exchanges) == monitor.MAX_EXCHANGES
+    # What was dropped may be pauses.
+    assert monitor.us_of([endless]) is None and monitor.us_of([segment(2)]) is not None
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_backward_pass_behind_a_reference_is_timed(is_late: bool) -> None:
+    """1 ms of a policy's forward pass, 10 ms of its reference's, 4 ms of backward.
+
+    Where backward is late, as a critic's behind the actor's optimizer, it lies outside.
+    """
+    clock, now = monitor.IterationClock(), mock.Mock()
+    with mock.patch.object(monitor.time, "perf_counter_ns", now):
+        now.return_value = 0
+        clock.start(torch.device("cpu"))
+        policy = clock.add(clock, tokens=64)
+        assert policy is not None
+        now.return_value = 1_000_000
+        clock.add(clock, tokens=64)
+        if is_late:
+            now.return_value = 5_000_000
+            clock.stop()
+        now.return_value = 11_000_000
+        policy.train(torch.empty(0))
+        now.return_value = 15_000_000
+        clock.stop()
+    assert monitor.us_of(clock.take()) == (1_000 if is_late else 5_000)
 
 
 class Event(NamedTuple):

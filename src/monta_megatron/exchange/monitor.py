@@ -4,11 +4,13 @@ An iteration is timed by events on a device, by the host's clock on CPU ranks.
 """
 
 import time
-from collections import Counter
+import weakref
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -21,6 +23,9 @@ from monta_megatron.exchange.collectives import PeerGroup
 # An event of a device, or nanoseconds of the host's clock.
 Mark: TypeAlias = torch.cuda.Event | int
 Action = Literal["begin", "start", "wait", "ready", "end"]
+# More exchanges than a step has; beyond it the oldest is dropped, as where layers in training mode
+# run for days without an optimizer step.
+MAX_EXCHANGES = 2**17
 
 
 class Step(NamedTuple):
@@ -99,54 +104,72 @@ class TimedExchange:
     """The forward pass of one exchange, as an iteration's clock sees it.
 
     Attributes:
-        layer: the layer's dispatcher.
+        layer: weak reference to the layer's dispatcher, which owns the clock through its chooser.
         tokens: the most tokens on any rank.
         host_ns: when the host had its counts, before which the device had finished all work.
+        backward_ns: when the host entered its backward pass; None before that, or without one.
         is_trained: whether a backward pass follows, repeats it, or surrounds it.
         may_be_repeated: whether a recomputation may still repeat it.
     """
 
-    layer: object
+    layer: weakref.ref[object]
     tokens: int
     host_ns: int
+    backward_ns: int | None = None
     is_trained: bool = False
     may_be_repeated: bool = True
 
     def train(self, _: torch.Tensor) -> None:
         """Hook of the gradient of its output."""
-        self.is_trained = True
+        self.backward_ns, self.is_trained = time.perf_counter_ns(), True
 
 
 @dataclass(kw_only=True)
 class Segment:
     """A part of an iteration between two marks of one clock.
 
-    Time that begins with an exchange which no backward pass follows, up to the next exchange, does
-    not belong to the iteration: log-probabilities for reinforcement learning, whichever mode the
-    model is in, and the pause for rewards behind them.
+    Time that begins with an exchange which no backward pass follows, up to the next exchange or its
+    backward pass, does not belong to the iteration: log-probabilities for reinforcement learning,
+    whichever mode the model is in, and the pause for rewards behind them.
+
+        exchange of     policy     reference     policy's backward   end
+        time            | belongs  | does not    | belongs           |
 
     Attributes:
         start: mark of the first exchange.
         end: mark of the end; None until then.
-        exchanges: all of its exchanges.
+        exchanges: its exchanges, the last `MAX_EXCHANGES` of them.
+        backward_ns: when the host entered the backward passes of exchanges, up to the end.
     """
 
     start: Mark
     end: Mark | None = None
-    exchanges: list[TimedExchange] = field(default_factory=list)
+    exchanges: deque[TimedExchange] = field(
+        default_factory=partial(deque[TimedExchange], maxlen=MAX_EXCHANGES)
+    )
+    backward_ns: list[int] = field(default_factory=list)
 
     def us(self) -> float | None:
-        """Microseconds that belong to the iteration; None while the device has not reached it."""
+        """Microseconds that belong to the iteration.
+
+        Returns:
+            None while the device has not reached the end, or if exchanges may have been dropped.
+        """
         assert self.end is not None, "ended"
-        between_ns = [
-            (exchange.is_trained, after.host_ns - exchange.host_ns)
-            for exchange, after in pairwise(self.exchanges)
-        ]
-        if not self.exchanges[-1].is_trained:
-            return sum(ns for is_trained, ns in between_ns if is_trained) / 1e3
-        left_out_us = sum(ns for is_trained, ns in between_ns if not is_trained) / 1e3
+        if len(self.exchanges) == MAX_EXCHANGES:
+            return None
+        starts_ns = sorted([*(exchange.host_ns for exchange in self.exchanges), *self.backward_ns])
+        left_out_ns = 0
+        for exchange in self.exchanges:
+            if exchange.is_trained:
+                continue
+            behind = bisect_right(starts_ns, exchange.host_ns)
+            if behind == len(starts_ns):
+                # Nothing behind it belongs to the iteration.
+                return (exchange.host_ns - self.exchanges[0].host_ns - left_out_ns) / 1e3
+            left_out_ns += starts_ns[behind] - exchange.host_ns
         total_us = _us_between(self.start, self.end)
-        return None if total_us is None else total_us - left_out_us
+        return None if total_us is None else total_us - left_out_ns / 1e3
 
 
 class IterationClock:
@@ -169,7 +192,9 @@ class IterationClock:
         """Add an exchange whose counts the host has just read; None outside of a segment."""
         if self._open is None:
             return None
-        exchange = TimedExchange(layer=layer, tokens=tokens, host_ns=time.perf_counter_ns())
+        exchange = TimedExchange(
+            layer=weakref.ref(layer), tokens=tokens, host_ns=time.perf_counter_ns()
+        )
         if is_in_backward():
             exchange.is_trained, exchange.may_be_repeated = True, False
             self._mark_repeated(layer)
@@ -184,7 +209,7 @@ class IterationClock:
         """
         assert self._open is not None, "it runs"
         for exchange in reversed(self._open.exchanges):
-            if exchange.layer is layer and exchange.may_be_repeated:
+            if exchange.layer() is layer and exchange.may_be_repeated:
                 exchange.is_trained, exchange.may_be_repeated = True, False
                 return
 
@@ -193,6 +218,8 @@ class IterationClock:
         segment, self._open = self._open, None
         if segment is not None:
             segment.end = _mark(on_host=isinstance(segment.start, int))
+            begun_ns = (exchange.backward_ns for exchange in segment.exchanges)
+            segment.backward_ns = [ns for ns in begun_ns if ns is not None]
             if segment.end is not None:
                 self._segments.append(segment)
 
@@ -203,7 +230,7 @@ class IterationClock:
 
 
 def us_of(segments: Sequence[Segment]) -> float | None:
-    """Total microseconds; None without segments or while the device is still in one."""
+    """Total microseconds; None without segments, or where the time of one is unknown."""
     times_us = [segment.us() for segment in segments]
     known_us = [us for us in times_us if us is not None]
     return sum(known_us) if known_us and len(known_us) == len(times_us) else None
