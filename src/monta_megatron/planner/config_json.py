@@ -27,6 +27,8 @@ ALIKE = {
     "hidden-dropout": 0.0,
     "moe-router-load-balancing-type": "aux_loss",
 }
+# No model has more; a larger number is a mistake that a list of layers would not survive.
+MAX_LAYERS = 10_000
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 # Megatron adds an expert's bias to these scores alone.
 BIASED = ("sigmoid", "sqrtsoftplus")
@@ -160,9 +162,36 @@ class _Config:
         return None
 
     def _integer(self, names: str, default: int) -> int:
-        """The largest integer of several keys, at least the default."""
-        values = (self._flat.get(name) for name in names.split())
-        return max([default, *(value for value in values if type(value) is int)])
+        """The largest integer of several keys, at least the default.
+
+        Raises:
+            UserError: one of them is something else.
+        """
+        numbers = [default]
+        for name in names.split():
+            value = self._first(name)
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if value is None or value is False:
+                continue
+            if type(value) is not int:
+                self._refuse(name, f"{value!r:.60}", "an integer")
+            numbers.append(value)
+        return max(numbers)
+
+    def _list_of(self, kind: type, name: str) -> list[Any] | None:
+        """A list of integers or of names; None where there is none.
+
+        Raises:
+            UserError: it is something else.
+        """
+        value = self._flat.get(name)
+        if value is None or value is False:
+            return None
+        if not isinstance(value, list) or not all(type(entry) is kind for entry in value):
+            rule = f"a list of {'integers' if kind is int else 'names'}"
+            self._refuse(name, f"{value!r:.60}", rule)
+        return value
 
     def _refuse(self, name: str, got: str, rule: str) -> None:
         raise UserError(f"{self._file}: {name}: got {got}, must be {rule}")
@@ -181,25 +210,26 @@ class _Config:
     def sizes(self) -> dict[str, Any]:
         """What the table of aliases tells."""
         told = self._by_table(keys.ALIASES)
-        if self._family == "jetmoe" and "num-query-groups" in told and "moe-router-topk" in told:
+        groups, topk = told.get("num-query-groups"), told.get("moe-router-topk")
+        if self._family == "jetmoe" and type(groups) is int and type(topk) is int:
             # Each of the experts in its attention has as many heads as there are K/V heads.
-            heads = told["num-query-groups"] * told["moe-router-topk"]
-            told.setdefault("num-attention-heads", heads)
+            told.setdefault("num-attention-heads", groups * topk)
         if self._flat.get("multi_query") is True:
             told.setdefault("num-query-groups", 1)
         if self._flat.get("use_mtp") is False:
-            del told["mtp-num-layers"]
+            told.pop("mtp-num-layers", None)
         return told
 
     def layers(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """Layers with experts, as Megatron says them: a hybrid pattern, or ([0]*3+[1]*58)."""
-        flat = self._flat
         for name in ("layers_block_type", "layer_types"):
-            kinds = flat.get(name)
-            if isinstance(kinds, list) and {"moe", "mlp"}.isdisjoint(kinds):
+            kinds = self._list_of(str, name)
+            if kinds is None:
+                continue
+            if {"moe", "mlp"}.isdisjoint(kinds):
                 if name == "layers_block_type":
                     self.unread[name] = True
-            elif isinstance(kinds, list):
+            else:
                 if not set(kinds) <= keys.LAYER_SYMBOLS.keys():
                     rule = f"a list of {', '.join(keys.LAYER_SYMBOLS)}"
                     self._refuse(name, f"{sorted(set(kinds))}", rule)
@@ -209,7 +239,8 @@ class _Config:
         if "hybrid-layer-pattern" in told:
             return self._by_table(keys.MAMBA_ALIASES)
         num_layers = told.get("num-layers")
-        if type(num_layers) is not int or num_layers < 1:
+        if type(num_layers) is not int or not 1 <= num_layers <= MAX_LAYERS:
+            # The reader of the arguments refuses it.
             return {}
         has_experts = self._layers_with_experts(num_layers)
         if all(has_experts):
@@ -223,8 +254,8 @@ class _Config:
     def _layers_with_experts(self, num_layers: int) -> list[bool]:
         """[num_layers] whether a layer has experts."""
         flat = self._flat
-        kinds, frequency = flat.get("mlp_layer_types"), flat.get("moe_layer_freq")
-        if isinstance(kinds, list):
+        kinds, frequency = self._list_of(str, "mlp_layer_types"), flat.get("moe_layer_freq")
+        if kinds is not None:
             if not set(kinds) <= keys.EXPERT_LAYERS | keys.DENSE_LAYERS:
                 rule = f"a list of {', '.join(sorted(keys.EXPERT_LAYERS | keys.DENSE_LAYERS))}"
                 self._refuse("mlp_layer_types", f"{sorted(set(kinds))}", rule)
@@ -232,12 +263,12 @@ class _Config:
                 self.unread["mlp_layer_types (hash_moe: experts by token id)"] = False
             return [kind in keys.EXPERT_LAYERS for kind in kinds]
         if isinstance(frequency, list):
+            if not all(entry in (0, 1) for entry in frequency):
+                self._refuse("moe_layer_freq", f"{frequency!r:.60}", "a list of 0 and 1")
             return [entry == 1 for entry in frequency]
         for name in keys.NUMBERED.split():
-            numbers = flat.get(name)
-            if isinstance(numbers, str):
-                numbers = [int(word) for word in numbers.split(",") if word.strip().isdecimal()]
-            if isinstance(numbers, list) and numbers:
+            numbers = self._numbers(name)
+            if numbers:
                 return [layer in numbers for layer in range(num_layers)]
 
         first, step = self._integer(keys.FIRST_DENSE, 0), self._integer(keys.STEPS, 1)
@@ -245,9 +276,7 @@ class _Config:
         period, offset = self._integer("expert_layer_period", 1), 0
         if period > 1:
             offset = self._integer("expert_layer_offset", 0)
-        dense = flat.get("mlp_only_layers")
-        if not isinstance(dense, list):
-            dense = []
+        dense = self._list_of(int, "mlp_only_layers") or []
         return [
             layer >= first
             and (last == -1 or layer <= last)
@@ -257,6 +286,16 @@ class _Config:
             and layer not in dense
             for layer in range(num_layers)
         ]
+
+    def _numbers(self, name: str) -> list[int] | None:
+        """Numbers of layers in a list, or in a text with commas."""
+        value = self._flat.get(name)
+        if not isinstance(value, str):
+            return self._list_of(int, name)
+        words = [word.strip() for word in value.split(",") if word.strip()]
+        if not all(word.isdecimal() for word in words):
+            self._refuse(name, f"{value!r:.60}", "numbers with commas")
+        return [int(word) for word in words]
 
     def attention(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """Its kind, and the layers of linear attention."""
@@ -271,18 +310,14 @@ class _Config:
             attention = {"q-lora-rank": False, "num-query-groups": False}
         if self._flat.get("attn_output_gate") is True:
             attention["attention-output-gate"] = True
-        kinds = self._flat.get("layer_types")
+        kinds = self._list_of(str, "layer_types")
         if "linear-key-head-dim" in told:
             # Layers of full attention between them are gated, too.
             attention["experimental-attention-variant"] = "gated_delta_net"
             attention["attention-output-gate"] = True
-            if isinstance(kinds, list) and set(kinds) <= {"linear_attention", "full_attention"}:
+            if kinds and set(kinds) <= {"linear_attention", "full_attention"}:
                 attention["linear-attention-freq"] = _linear_frequency(kinds)
-        elif (
-            isinstance(kinds, list)
-            and set(kinds) != {"full_attention"}
-            and "hybrid-layer-pattern" not in told
-        ):
+        elif kinds and set(kinds) != {"full_attention"} and "hybrid-layer-pattern" not in told:
             self.unread["layer_types"] = not set(kinds) <= keys.SOFTMAX_ATTENTION
         return attention
 
@@ -332,9 +367,9 @@ class _Config:
     def shared_experts(self, told: Mapping[str, Any]) -> dict[str, Any]:
         """The size of all shared experts of a layer together."""
         # Llama 4 has one, as large as the others, and does not say so.
-        number = self._first(keys.NUM_SHARED) or int("intermediate_size_mlp" in self._flat)
+        number = self._integer(keys.NUM_SHARED, int("intermediate_size_mlp" in self._flat))
         size, name = told.get("moe-ffn-hidden-size"), "moe-shared-expert-intermediate-size"
-        if name in told or type(number) is not int or type(size) is not int:
+        if name in told or type(size) is not int:
             return {}
         return {name: number * size or False}
 

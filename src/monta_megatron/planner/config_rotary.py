@@ -5,6 +5,7 @@ transformers 4 has `rope_theta` and `rope_scaling`, transformers 5 has all of it
 layers, and scales by YaRN, by Llama 3's rule with fixed frequencies, or linearly.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,13 +34,16 @@ def rotary_arguments(
     if rope is None:
         return {}, ["rope_parameters (one per kind of layer)"]
     rotary: dict[str, Any] = {}
+    unread = []
     base = rope.get("rope_theta", flat.get("rope_theta"))
-    if isinstance(base, int | float):
+    if _is_number(base):
         # Megatron takes no 1e6 for an integer.
-        rotary["rotary-base"] = int(base) if int(base) == base else base
+        rotary["rotary-base"] = int(base) if _is_whole(base) else base
+    elif base is not None:
+        unread.append(f"rope_theta {base!r:.60}")
     share = rope.get("partial_rotary_factor", flat.get("partial_rotary_factor"))
     rotary_dim, head_dim = flat.get("rotary_dim"), told.get("kv-channels")
-    if share is None and rotary_dim and head_dim:
+    if share is None and _is_number(rotary_dim) and _is_number(head_dim) and head_dim:
         share = rotary_dim / head_dim
     if share is not None and share != 1:
         rotary["rotary-percent"] = share
@@ -49,7 +53,8 @@ def rotary_arguments(
     others = {key: value for key, value in rope.items() if key not in READ}
     is_latent = "multi-latent-attention" in told
     if kind == "default":
-        return rotary, [f"{name}.{key}" for key in others if key not in LATENT_YARN]
+        others = {key: value for key, value in others.items() if key not in LATENT_YARN}
+        return rotary, [*unread, *(f"{name}.{key}" for key in others)]
     if kind == "linear" and _is_whole(rope.get("factor")):
         rotary["rotary-seq-len-interpolation-factor"] = int(others.pop("factor"))
     elif kind == "llama3" and not is_latent and _has(others, LLAMA3):
@@ -77,8 +82,8 @@ def rotary_arguments(
         if others.pop("truncate", True) is False:
             rotary["no-yarn-correction-range-round-to-int"] = True
     else:
-        return rotary, [f"{name} ({kind})"]
-    return rotary, [f"{name}.{key}" for key in others]
+        return rotary, [*unread, f"{name} ({kind!s:.60})"]
+    return rotary, [*unread, *(f"{name}.{key}" for key in others)]
 
 
 def _parameters(flat: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
@@ -94,8 +99,12 @@ def _parameters(flat: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]
     return "rope_parameters", {}
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | float) and int(value) == value
+    return _is_number(value) and value == int(value)
 
 
 def _has(values: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:

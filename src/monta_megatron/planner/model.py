@@ -20,7 +20,7 @@ from typing import Any
 
 from monta_megatron.common import files, strict_yaml
 from monta_megatron.common.errors import UserError
-from monta_megatron.planner.config_json import ModelArguments, read_config
+from monta_megatron.planner.config_json import MAX_LAYERS, ModelArguments, read_config
 
 # Keys of a model file that are no arguments.
 OTHER_KEYS = ("source", "not_expressed")
@@ -366,6 +366,7 @@ def _moe_layers(read: Reader) -> list[bool]:
     if pattern is not None:
         return [symbol == EXPERTS_SYMBOL for symbol in pattern]
     num_layers = read.size("num-layers")
+    read.require(num_layers <= MAX_LAYERS, "num-layers", f"at most {MAX_LAYERS:,}")
     frequency = read.value("moe-layer-freq")
     layers = _pattern_of(1 if frequency is None else frequency, num_layers)
     rule = f"an integer >= 1, or a list of 0 and 1 for each of num-layers ({num_layers})"

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 from difflib import ndiff
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from published_configs import (
 )
 
 from monta_megatron.common.errors import UserError
+from monta_megatron.planner import config_keys as keys
 from monta_megatron.planner.model import load_arguments, load_model
 from monta_megatron.planner.ranking import num_parameters, rank_layouts
 
@@ -132,6 +134,27 @@ def test_wrong_configs() -> None:
         return golden.refusal(model_of_config, given, "config.json")
 
     golden.check_cases(GOLDEN / "wrong_configs.txt", answer)
+
+
+# Values of every type; a number of layers or experts that no memory would hold is among them.
+OF_ANY_TYPE = (
+    *(None, True, False, "x", "12", "", 0, -1, 1.5, 1e6, 10**12, math.inf, math.nan),
+    *([], [1, "a"], [{}], [[1]], ["x"], [None], {}, {"a": 1}, {"a": {}}, {"rope_type": []}),
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["mixtral_8x7b", "qwen3_next", "deepseek_v3", "jamba"])
+def test_any_value_of_any_key_is_read_or_refused_in_one_line(name: str) -> None:
+    config = {**CONFIGS, **SAVED}[name]
+    for key in sorted(keys.READ | keys.READ_WITH_MAMBA | config.keys()):
+        for value in OF_ANY_TYPE:
+            try:
+                model = model_of_config({**config, key: value}, "config.json")
+                lines = model.notes
+            except UserError as problem:
+                lines = (str(problem),)
+            assert not any("\n" in line for line in lines)
 
 
 def test_a_file_and_its_folder_are_the_same(tmp_path: Path) -> None:
