@@ -10,7 +10,8 @@ import pytest
 from monta_megatron.common.errors import UserError
 from monta_megatron.core import Choice
 from monta_megatron.integration.auto import result_line
-from monta_megatron.planner.tuning import TuningWindow, Workload
+from monta_megatron.planner.trials import Work
+from monta_megatron.planner.tuning import TuningWindow
 from monta_megatron.tools import compare as comparison
 from monta_megatron.tools.compare import ComparisonReport, compare, megatron_words, speedup
 from monta_megatron.tools.launch.run_config import from_words
@@ -39,9 +40,10 @@ def test_a_log_is_read_by_iteration() -> None:
 
 def test_the_winner_of_a_window_is_the_chain() -> None:
     alltoall, winner = (Choice(chain=name, num_chunks=1) for name in ("alltoall", "allgather"))
-    window = TuningWindow(candidates={alltoall: 300.0, winner: 200.0}, first=0, num_steps=6)
+    candidates = {alltoall: 300.0, winner: 200.0}
+    window = TuningWindow(candidates=candidates, tokens=64, first=0, num_steps=6)
     for step in range(window.end):
-        window.add_trial(step, Workload(num_exchanges=2, tokens=64))
+        window.add_trial(step, Work(num_exchanges=2, tokens=128, max_tokens=64))
         window.add_time(step, 9_000 if window.candidate_of(step) == winner else 10_000)
     line = result_line([0, 1], window.result, busiest=1.25)
     assert parse_log(f"monta: {line}").chain == "allgather in 1 chunk"
