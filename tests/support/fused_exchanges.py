@@ -6,6 +6,7 @@ does not round to bf16 as a GPU does.
 
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from test_stream_safety import LAYOUTS, NUM_BLOCKS, Layer
 
 from monta_megatron.calibration.tasks import NUM_COPIES, Point
 from monta_megatron.chains import CHAINS
+from monta_megatron.core import Layout
 from monta_megatron.exchange import count_messages
 from monta_megatron.exchange.buffers import MessageFormat
 from monta_megatron.exchange.count_messages import CountMessages
@@ -62,9 +64,24 @@ def compare(chain_name: str, layout_name: str) -> None:
     assert torch.equal(actual, expected), "counts differ"
     for dtype in (torch.float32, torch.float16):
         fields = {"num_tokens": 11, "hidden": 40, "dtype": dtype}
-        kinds = (_passes(chain_name, layout_name, fused=fused, **fields) for fused in (True, False))
-        for number, pair in enumerate(zip(*kinds, strict=True)):
-            assert_equal(*pair, f"{dtype}, output, gradients, messages: number {number}")
+        _compare_passes(chain_name, LAYOUTS[layout_name], **fields)
+
+
+def compare_two_models(chain_name: str) -> None:
+    """Two models of one process, whose layers differ in their experts alone.
+
+    Raises:
+        AssertionError: names what differs.
+    """
+    for num_local_experts in (2, 3):
+        layout = replace(LAYOUTS["ep4"], num_local_experts=num_local_experts)
+        _compare_passes(chain_name, layout, num_tokens=11, hidden=40)
+
+
+def _compare_passes(chain_name: str, layout: Layout, **fields: Any) -> None:
+    kinds = (_passes(chain_name, layout, fused=fused, **fields) for fused in (True, False))
+    for number, pair in enumerate(zip(*kinds, strict=True)):
+        assert_equal(*pair, f"{layout}, {fields}: output, gradients, messages, number {number}")
 
 
 def calibrate() -> None:
@@ -81,10 +98,10 @@ def calibrate() -> None:
         assert torch.all(results[-1] == value), f"{name}: {results[-1]}"
 
 
-def _passes(chain_name: str, layout_name: str, fused: bool, **fields: Any) -> list[torch.Tensor]:
+def _passes(chain_name: str, layout: Layout, fused: bool, **fields: Any) -> list[torch.Tensor]:
     """Output and gradients of a layer, and every message that was sent."""
     recorder = MovingRecorder()
-    layer = Layer(chain_name, layout_name, recorder=recorder, fused=fused, **fields)
+    layer = Layer(chain_name, layout, recorder=recorder, fused=fused, **fields)
     # What is not written differs.
     allocate, before = MessageFormat.allocate, 255 if fused else 170
 
@@ -102,7 +119,7 @@ def _passes(chain_name: str, layout_name: str, fused: bool, **fields: Any) -> li
     ):
         results = layer.run()
     launched = any(each.name.startswith("triton ") for each in recorder.queue)
-    has_kernels = CHAINS[chain_name].rows == "tokens" or LAYOUTS[layout_name].etp > 1
+    has_kernels = CHAINS[chain_name].rows == "tokens" or layout.etp > 1
     assert launched == (fused and has_kernels), "what was launched"
     assert recorder.findings == []
     return results + recorder.sent

@@ -35,3 +35,8 @@ def test_fused_exchanges_give_the_same_bits(
 ) -> None:
     result = interpreter.run("fused_exchanges:compare", chain_name, layout_name)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_second_model_with_more_experts_has_launches_of_its_own(interpreter: Preloaded) -> None:
+    result = interpreter.run("fused_exchanges:compare_two_models", "hierarchical_alltoall")
+    assert result.returncode == 0, result.stderr

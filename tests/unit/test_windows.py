@@ -19,6 +19,7 @@ from monta_megatron.chains import CHAINS
 from monta_megatron.core import Layout, Shape
 from monta_megatron.exchange import monitor
 from monta_megatron.integration import auto
+from monta_megatron.planner import tuning
 from monta_megatron.planner.choose import Planner
 from monta_megatron.planner.cluster_file import uncalibrated
 from monta_megatron.planner.routing import UniformRouting
@@ -204,3 +205,17 @@ def test_a_first_trial_is_announced_once(two: list[auto.AutoChooser]) -> None:
         auto._enter_step(others)
     first = [line for line in said if "is the first with" in line]
     assert len(first) == len({line.rpartition(" with ")[2] for line in first}) == 2
+
+
+def test_a_second_window_waits_until_other_layers_are_tuned(two: list[auto.AutoChooser]) -> None:
+    """It is due 1,000 steps after the first, here 10; others tune until step 13."""
+    tuner = two[0].tuner
+    with mock.patch.object(tuning, "STEPS_TO_SECOND", 10):
+        tuner.open_window(64)
+    for _ in range(13):
+        tuner.next_step([64], others_tune=True)
+    assert tuner.window is not None and tuner.window.first == 0
+    tuner.next_step([64], others_tune=False)
+    assert tuner.window.first == 14
+    # What ran before needs no warm-up.
+    assert tuner.window.warm == set(tuner.window.candidates)

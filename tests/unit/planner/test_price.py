@@ -72,6 +72,22 @@ def test_the_host_is_ahead_by_what_the_device_has_left_to_do() -> None:
     assert found.total_us == pytest.approx(4 * (100 + 1000), abs=10)
 
 
+def test_the_host_copies_the_counts_when_they_have_arrived() -> None:
+    """They cross a network that takes 1,000 us to start; nothing hides the 700 us of the copy."""
+    shape = shape_of(2, ranks_per_node=1, num_experts=4, topk=2, tokens=600, hidden=500)
+    cluster = cluster_of(link(1.0, start_us=1000.0), link(10.0), link(1e9), ranks=1, nics=1)
+    at_once, later = (
+        price(
+            shape,
+            replace(cluster, host=replace(INSTANT, counts_to_host_us=counts_to_host_us)),
+            CHAINS["alltoall"],
+            1,
+        )
+        for counts_to_host_us in (0.0, 700.0)
+    )
+    assert later.total_us - at_once.total_us == pytest.approx(700)
+
+
 def test_the_host_s_time_for_stages_counts_and_peers() -> None:
     """20 us for a collective and 1.5 for each peer, 2 for a stage's chunk, twice as fast."""
     host = replace(
