@@ -146,7 +146,7 @@ def test_pinned_flags_replace_those_that_were_given(given: str, splits_experts: 
 COMMAND = ["bash", "-c", 'echo "$@" ${!MOE_MONTA_*}', "bash", "--moe-monta-num-chunks", "4"]
 
 
-def started(folder: Path, restarts: int, task: int = 0) -> tuple[str, str]:
+def started(folder: Path, restarts: int, task: int = 0, status: int = 0) -> tuple[str, str]:
     """What COMMAND prints, and what is said, in a task of a job with so many restarts."""
     done = subprocess.run(
         [sys.executable, "-m", "monta_megatron.tools.launch.pinned", *COMMAND],
@@ -160,8 +160,8 @@ def started(folder: Path, restarts: int, task: int = 0) -> tuple[str, str]:
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        check=True,
     )
+    assert done.returncode == status, done.stderr
     return done.stdout, done.stderr
 
 
@@ -188,3 +188,11 @@ def test_a_broken_result_pins_nothing(tmp_path: Path) -> None:
     printed, said = started(tmp_path, restarts=1)
     assert printed == "--moe-monta-num-chunks 4 MOE_MONTA_TUNE_STEPS\n"
     assert said.startswith(f"start.sh: no flags are pinned: {path}: is no JSON in line 1: ")
+
+
+def test_results_that_cannot_be_removed_end_the_first_start(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0_layers_00000000_window_1.json"
+    path.mkdir()
+    printed, said = started(tmp_path, restarts=0, status=2)
+    assert printed == "" and said.startswith(f"start.sh: {path}: cannot be removed: ")
+    assert said.count("\n") == 1 and f"set {FOLDER_VARIABLE} to another folder" in said

@@ -65,6 +65,16 @@ def read_results(folder: Path) -> list[WindowResult]:
 
 
 def remove_results(folder: Path) -> None:
-    """Remove the results in a folder."""
+    """Remove the results in a folder.
+
+    Raises:
+        UserError: one cannot be removed; one line.
+    """
     for path in folder.glob(_FILES):
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be removed: {error.strerror}; a requeued job would pin the flags "
+                f"of an earlier one, so set {FOLDER_VARIABLE} to another folder"
+            ) from error

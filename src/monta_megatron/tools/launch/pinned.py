@@ -91,4 +91,8 @@ def main(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"start.sh: {error}", file=sys.stderr)
+        sys.exit(2)
