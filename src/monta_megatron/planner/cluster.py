@@ -376,8 +376,10 @@ class Cluster:
         if curves is None:
             curves = self._curves.get((STANDS_IN.get(operation, operation), resource))
             if (operation, resource) == ("allgather", "inter"):
-                # A ring crosses once per node, not once per rank on it.
-                num_bytes /= ranks_on_node
+                # Every rank of a ring passes on the shares of all others, so as much goes through
+                # the interfaces of a node, which its ranks have in equal parts.
+                num_others = group_size - ranks_on_node
+                num_bytes *= (group_size - 1) / num_others / ranks_on_node
         if curves is not None:
             size = min(curves, key=lambda size: (abs(math.log(size / group_size)), -size))
             return curves[size].time_us(num_bytes)

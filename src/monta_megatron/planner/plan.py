@@ -10,14 +10,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 from monta_megatron.chains import CHAINS
-from monta_megatron.chains.allgather import ALLGATHER
-from monta_megatron.chains.alltoall import ALLTOALL
-from monta_megatron.chains.program import LINKS, PASSES, Phase, Resource
+from monta_megatron.chains.program import LINKS, Phase, Resource
 from monta_megatron.common import strict_yaml
 from monta_megatron.common.errors import UserError
 from monta_megatron.core import Choice, Shape
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.price import Price, price
+from monta_megatron.planner.stock import stock_times_us
 from monta_megatron.planner.training import Training
 
 NUM_CHUNKS = (1, 2, 4, 8)
@@ -82,7 +81,7 @@ class Recommendation:
         chain: the best chain of ours, a key of `chains.CHAINS`.
         num_chunks: number of its chunks.
         predicted_us: its time of all passes.
-        stock_times_us: see the function of this name.
+        stock_times_us: times of Megatron's dispatchers that the training can run, by name.
         refuses_monta: the setting with which the training refuses our dispatcher; None if it runs.
     """
 
@@ -380,23 +379,6 @@ def recommend(
         refuses_monta=training.refuses_monta,
     )
     return recommended, selection
-
-
-def stock_times_us(shape: Shape, cluster: Cluster, training: Training) -> dict[str, float]:
-    """Times of Megatron's dispatchers that the training can run, by name.
-
-    `allgather` gathers all rows, or reduce-scatters them, in each of its passes; in combine and its
-    backward pass in the dtype of the probabilities. Each is taken to cost what the collective and
-    the copy in the dispatch of our chain do, by its bytes.
-    """
-    as_stock, phase = cluster.as_stock, training.phase
-    times_us = {"alltoall": price(shape, as_stock, ALLTOALL, 1, phase).total_us}
-    if training.runs_allgather:
-        works = price(shape, as_stock, ALLGATHER, 1, "forward").works
-        gather_us = sum(w.alone_us for w in works if w.in_chain and w.pass_name == "dispatch")
-        pair_us = gather_us * (1 + shape.prob_bytes / shape.value_bytes)
-        times_us["allgather"] = len(PASSES[phase]) / 2 * pair_us
-    return times_us
 
 
 def stage_costs(of: Price) -> tuple[StageCost, ...]:

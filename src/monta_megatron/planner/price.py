@@ -343,24 +343,41 @@ def _work_of(
     operations = num_host_operations(
         stage.kind, pass_, program.row, program.policy, num_chunks or 1
     )
-    launch_us = host.operation_us * operations
-    if stage.operation in COLLECTIVES:
-        num_peers = max((moved.group_size for moved in stage.moved.values()), default=1) - 1
-        launch_us += host.collective_us + host.collective_peer_us * num_peers
-    launch_us *= len(stage.message_bytes)
+    host_us = launch_us(stage, operations, cluster)
     if num_chunks is not None and stage.kind not in FIND_PASSES:
         # Finding copies and making them is one stage to the host.
-        launch_us += host.stage_us
-    times = [_times_us(stage, resource, cluster) for resource in stage.moved]
+        host_us += host.stage_us / host.speed
     return Work(
         pass_name=pass_.name,
         stage=stage.stage,
         resource=stage.resource,
-        times_us=tuple(map(max, zip(*times, strict=True))),
-        launch_us=launch_us / host.speed,
+        times_us=times_us(stage, cluster),
+        launch_us=host_us,
         traffic=stage,
         in_chain=num_chunks is not None,
     )
+
+
+def launch_us(stage: StageTraffic, num_operations: float, cluster: Cluster) -> float:
+    """Host time to launch a stage, per chunk.
+
+    Args:
+        stage: the stage.
+        num_operations: operations on tensors, besides a collective.
+        cluster: that it runs on.
+    """
+    host = cluster.host
+    us = host.operation_us * num_operations
+    if stage.operation in COLLECTIVES:
+        num_peers = max((moved.group_size for moved in stage.moved.values()), default=1) - 1
+        us += host.collective_us + host.collective_peer_us * num_peers
+    return us * len(stage.message_bytes) / host.speed
+
+
+def times_us(stage: StageTraffic, cluster: Cluster) -> tuple[float, ...]:
+    """[C] how long a stage runs alone: the longest of its times in the resources that it uses."""
+    times = [_times_us(stage, resource, cluster) for resource in stage.moved]
+    return tuple(map(max, zip(*times, strict=True)))
 
 
 def _times_us(stage: StageTraffic, resource: Resource, cluster: Cluster) -> list[float]:

@@ -224,17 +224,17 @@ def pass_traffic(
             # Ids are written; probabilities are read and written.
             id_bytes = (ID_BYTES + 2 * row.prob_bytes) * programs[0].max_experts_per_token
             counted, listed = size_of_map, size_of_map + id_bytes * tokens
-        counting.append(_in_memory("count", "count", counted))
+        counting.append(in_memory("count", "count", counted))
         if len(layouts[0].nodes) > 1:
             counting.append(_count_exchange(layouts, COUNT_BYTES * num_exchanged_counts))
         if not permutes:
-            before.append(_in_memory("expert ids", "lists", listed))
+            before.append(in_memory("expert ids", "lists", listed))
     hidden_bytes = row.hidden_size * row.value_bytes
     if permutes and pass_.transpose:
         num_bytes = hidden_bytes * (rows + tokens)
-        after.append(_in_memory("unpermute", "unpermute", num_bytes, "sum"))
+        after.append(in_memory("unpermute", "unpermute", num_bytes, "sum"))
     elif permutes:
-        before.append(_in_memory("permute", "permute", 2 * hidden_bytes * rows))
+        before.append(in_memory("permute", "permute", 2 * hidden_bytes * rows))
     pipeline = tuple(_series_traffic(programs, series) for series in programs[0].program.series)
     return PassTraffic(
         counting=tuple(counting), before=tuple(before), pipeline=pipeline, after=tuple(after)
@@ -250,7 +250,7 @@ def _count_exchange(layouts: Sequence[Layout], message_bytes: int) -> StageTraff
         kind="alltoall",
         operation="alltoall",
         resource=resource,
-        moved=_by_resource(layouts, "tp_ep", messages, resource),
+        moved=moved_by_resource(layouts, "tp_ep", messages, resource),
     )
 
 
@@ -260,11 +260,11 @@ def _series_traffic(programs: Sequence[BoundProgram], series: Sequence[Operation
     if first.is_collective:
         return _collective_traffic(programs, series)
     if first.kind in FIND_PASSES:
-        return _in_memory(first.stage, first.kind, _bytes_to_find(programs, series))
+        return in_memory(first.stage, first.kind, _bytes_to_find(programs, series))
     sums = first.kind in SUMS
     written = _bytes_of(programs, series, first.writes[0])
     read = _bytes_of(programs, series, first.reads[0]) if sums else written
-    return _in_memory(first.stage, first.kind, read + written, "sum" if sums else "copy")
+    return in_memory(first.stage, first.kind, read + written, "sum" if sums else "copy")
 
 
 def _bytes_to_find(programs: Sequence[BoundProgram], series: Sequence[Operation]) -> RowCounts:
@@ -293,7 +293,7 @@ def _collective_traffic(
         kind=first.kind,
         operation="allgather" if first.kind == "allgather" else "alltoall",
         resource=first.resource,
-        moved=_by_resource(layouts, first.group, sum(message_bytes) * rows, first.resource),
+        moved=moved_by_resource(layouts, first.group, sum(message_bytes) * rows, first.resource),
         message_bytes=message_bytes,
         messages_overlap=first.host == "starts",
     )
@@ -316,7 +316,7 @@ def _bytes_of(
     return row_bytes * _rows_at(programs, series, buffer.boundary)
 
 
-def _in_memory(
+def in_memory(
     stage: str, kind: Kind | Around, num_bytes: RowCounts, operation: PricedOperation = "copy"
 ) -> StageTraffic:
     """A stage that reads and writes [S, C] bytes."""
@@ -329,7 +329,7 @@ def _in_memory(
     )
 
 
-def _by_resource(
+def moved_by_resource(
     layouts: Sequence[Layout], group: GroupName, num_bytes: RowCounts, resource: Resource
 ) -> dict[Resource, Moved]:
     """Bytes to and from each peer, by resource.

@@ -8,8 +8,10 @@ from clusters import H100, INSTANT, by_hand, cluster_of, layout_of, link, shape_
 
 from monta_megatron.chains import CHAINS
 from monta_megatron.chains.chain import message_size
-from monta_megatron.planner.plan import stock_times_us
+from monta_megatron.chains.program import FORWARD_BACKWARD
+from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.price import AROUND_STAGES, Price, Work, price
+from monta_megatron.planner.stock import allgather_steps, stock_times_us
 from monta_megatron.planner.training import Training
 
 PRICES = by_hand("prices")
@@ -43,13 +45,78 @@ def test_known_answers_on_two_nodes_of_two(chain: str) -> None:
         assert pipelined.total_us == pytest.approx(sum(case["two_chunks_us"]), abs=0.7)
 
 
-def test_stock_by_hand() -> None:
-    """Its AllToAll takes as long as ours, which counts in no time; its AllGather twice, in fp32."""
+def test_stock_alltoall_by_hand() -> None:
+    """Its AllToAll takes as long as ours, which counts in no time."""
     shape = shape_of(4, ranks_per_node=2, num_experts=4, topk=2, tokens=600, hidden=500)
-    assert stock_times_us(shape, BY_HAND, Training()) == {
-        "alltoall": pytest.approx(sum(PRICES["alltoall"]["one_chunk_us"]), abs=0.1),
-        "allgather": pytest.approx(2 * (1 + 2) * PRICES["allgather"]["one_chunk_us"][0], abs=0.1),
-    }
+    alltoall_us = stock_times_us(shape, BY_HAND, Training())["alltoall"]
+    assert alltoall_us == pytest.approx(sum(PRICES["alltoall"]["one_chunk_us"]), abs=0.1)
+
+
+# 600 tokens of 500 bf16 values and 4 fp32 probabilities on each of 4 ranks; 1 expert per rank, to
+# which 1,200 of the 2,400 rows go.
+ALLGATHER_SHAPE = shape_of(4, ranks_per_node=2, num_experts=4, topk=2, tokens=600, hidden=500)
+
+
+def allgather_us(cluster: Cluster) -> float:
+    return stock_times_us(ALLGATHER_SHAPE, cluster, Training())["allgather"]
+
+
+def test_collectives_of_stock_allgather_by_hand() -> None:
+    """2 nodes of 2 ranks, an interface of 1 GB/s for each.
+
+    A ring passes 3 of 4 shares through the network, half of each through either interface: per
+    byte of a token 3 * 600 / 2 = 900 bytes, or 0.9 us. The node link is faster.
+    """
+    gathers_us = (4 + 4 * 4 + 500 * 2) * 0.9  # routing map, probabilities, rows
+    in_fp32_us = 500 * 4 * 0.9  # the sums of combine; the gradients of its backward pass
+    scatters_us = (500 * 2 + 4 * 4) * 0.9  # gradients of rows and of probabilities
+    assert allgather_us(BY_HAND) == pytest.approx(
+        gathers_us + 2 * in_fp32_us + scatters_us, abs=0.1
+    )
+
+
+def test_copies_of_stock_allgather_by_hand() -> None:
+    """Instant links, memory of 1 GB/s: microseconds are thousands of bytes."""
+    permute_us = 2 * 1200 * 1.0
+    unpermute_us = (1200 + 2400) * 1.0  # outputs are read, the rows of all ranks written
+    probs_us = 5 * 2400 * 4 / 1e3  # one expert's probabilities of all tokens
+    zeros_us = 4 * 2400 * 4 / 1e3  # their gradients are put among those of 4 experts
+    convert_us = (600 + 2400) * 500 * (2 + 4) / 1e3  # before and behind a collective in fp32
+    dispatch_us = 6 * 2400 / 1e3 + permute_us + probs_us
+    backward_us = probs_us + zeros_us + unpermute_us
+    combine_us, combine_backward_us = unpermute_us + convert_us, permute_us + convert_us
+    assert allgather_us(cluster_of(link(1e9), link(1e9), link(1.0), ranks=2)) == pytest.approx(
+        dispatch_us + combine_us + combine_backward_us + backward_us, abs=0.1
+    )
+    # In one dtype nothing is converted.
+    in_bf16 = replace(ALLGATHER_SHAPE, prob_bytes=2)
+    steps = [
+        step.traffic.stage for pass_ in FORWARD_BACKWARD for step in allgather_steps(in_bf16, pass_)
+    ]
+    assert "convert" not in steps
+
+
+def test_the_host_of_stock_allgather_by_hand() -> None:
+    """7 collectives of 10 us and 1 for each of 3 peers, 29 operations of 2, 2 waits of 100."""
+    host = replace(
+        INSTANT,
+        collective_us=10.0,
+        collective_peer_us=1.0,
+        operation_us=2.0,
+        counts_to_host_us=100.0,
+        # Of our executor.
+        counts_us=1e3,
+        pass_us=1e3,
+        stage_us=1e3,
+    )
+    cluster = cluster_of(*[link(1e9)] * 3, ranks=2, host=host)
+    assert allgather_us(cluster) == pytest.approx(7 * (10 + 3 * 1) + 29 * 2 + 2 * 100, abs=0.1)
+    # Behind the waits of dispatch the device is idle while the host launches; later the host is
+    # ahead of it.
+    slow = replace(cluster, memory=link(1.0))
+    idle_us = 3 * (10 + 3 + 2) + 3 * 2 + (100 + 4 * 2) + (100 + 3 * 2)
+    instant_us = allgather_us(replace(slow, host=INSTANT))
+    assert allgather_us(slow) == pytest.approx(instant_us + idle_us, abs=0.1)
 
 
 def test_the_host_is_ahead_by_what_the_device_has_left_to_do() -> None:

@@ -15,8 +15,9 @@ from monta_megatron.common import strict_yaml
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.cluster_file import dump_cluster, load_cluster
 from monta_megatron.planner.curves import Curve, Rate
-from monta_megatron.planner.plan import plan, stock_times_us
+from monta_megatron.planner.plan import plan
 from monta_megatron.planner.price import price
+from monta_megatron.planner.stock import stock_times_us
 from monta_megatron.planner.training import Training
 
 
