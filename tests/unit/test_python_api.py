@@ -70,7 +70,7 @@ def test_names_files_and_objects_are_the_same() -> None:
 
 
 def test_bad_arguments() -> None:
-    """The last three read as on the command line, behind `monta plan: `."""
+    """One line each; those of files and sizes read as on the command line."""
 
     def answer(changes: str) -> str:
         return golden.refusal(monta_megatron.plan, **NAMES | ast.literal_eval(changes))

@@ -1,5 +1,6 @@
 """`monta plan`: what people read, what scripts read, run files, and jobs on parts of hosts."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 from clusters import GOLDEN, preset
 from commands import Monta
+from published_configs import CONFIGS
 from run_python import run_python
 from training_logs import QWEN3_30B, training_log
 
@@ -184,6 +186,21 @@ def test_a_run_file_is_taken_as_it_is(folder: Path, monta: Monta, words: list[st
     assert run.config.slurm.options["time"] == 240
     # Trials are to confirm the choice.
     assert "moe-monta-chain" not in run.config.megatron
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("_Qwen3 30B/config.json", "Qwen3_30B"), ("qwen3.json", "qwen3")],
+)
+def test_a_run_is_named_after_a_config_json_or_its_folder(
+    folder: Path, monta: Monta, file: str, name: str
+) -> None:
+    model = folder / file
+    model.parent.mkdir(exist_ok=True)
+    model.write_text(json.dumps(CONFIGS["qwen3_30b_a3b"]))
+    words = ["--cluster", "h100_8x_ndr", "--world-size", 16, "--ep", 16, "--out", "run.yaml"]
+    assert monta("plan", "--model", model, *words)[0] == 0
+    assert prepare("run.yaml", [], None, dry_run=True).config.name == name
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a plan recommends beside stock, and what the settings of a training do to it."""
 
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +106,24 @@ def test_where_stock_wins(monta: Monta, words: str, stock: str) -> None:
     assert f"choice stock {stock}: {stock_us:,.0f} us" in lines
     assert f"benefit none: stock {stock} takes {stock_us:,.0f} us" in lines
     assert f"takes {ours_us:,.0f} us and is {stock_us / ours_us:.2f}x" in lines
+
+
+def test_the_standing_of_a_chain_is_beside_what_is_recommended(monta: Monta) -> None:
+    """Its ratio and its percentage are of one thing: "1.86 times", "86% slower"."""
+    words = f"plan --model qwen3_30b_a3b {H100} --world-size 16 --ep 16 --tokens".split()
+    for tokens in (1, 4096):
+        planned = monta.document(*words, tokens)
+        for chain in CHAINS:
+            _, printed, _ = monta(*words, tokens, "--chain", chain)
+            (asked,) = re.findall(r"asked +(.*?)\nbenefit", printed, re.DOTALL)
+            words_of_it = " ".join(asked.split())
+            if chain == planned["chain"]:
+                is_it = planned["recommended"] == chain
+                assert words_of_it.endswith("it is that" if is_it else "the best chain of monta")
+            elif "the same as" not in words_of_it:
+                ratio = float(re.findall(r"takes ([\d.]+) times", words_of_it)[0])
+                percent = int(re.findall(r"(\d+)% slower", words_of_it)[0])
+                assert percent == pytest.approx(100 * (ratio - 1), abs=1.01)
 
 
 def test_the_faster_stock_dispatcher_is_compared(monta: Monta) -> None:

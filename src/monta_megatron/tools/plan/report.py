@@ -194,12 +194,14 @@ def _table(columns: Mapping[str, str], entries: Iterable[object]) -> list[str]:
 
 def _standing(plan: Plan, chain: str) -> str:
     """The standing of a chain beside what is recommended."""
-    entry = plan.best[chain]
-    if entry.predicted_us is None or entry.num_chunks is None:
-        return f"{chain} cannot run here: {entry.rejected}"
-    name = Choice(chain=chain, num_chunks=entry.num_chunks).name
-    ratio = entry.predicted_us / plan.recommended_us
-    reason = entry.rejected or ("the best chain of monta" if plan.stock_wins else "it is that")
+    row = next(row for row in rows_of(plan) if row.name == chain)
+    if row.predicted_us is None or row.num_chunks is None:
+        return f"{chain} cannot run here: {row.rejected}"
+    name = Choice(chain=chain, num_chunks=row.num_chunks).name
+    ratio = row.predicted_us / plan.recommended_us
+    reason = row.rejected or "it is that"
+    if plan.stock_wins and chain == plan.chain:
+        reason = "the best chain of monta"
     return f"{name} takes {ratio:.2f} times the choice's time; {reason}"
 
 
@@ -286,7 +288,7 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
         "use-distributed-optimizer": True,
     }
     data = {
-        "name": re.sub(r"[^A-Za-z0-9_.-]+", "_", planned.model.name),
+        "name": _run_name(planned.model.name),
         "model": _place("models", request.model),
         "cluster": _place("clusters", request.cluster),
         "layout": {
@@ -304,6 +306,15 @@ def write_run(path: Path, request: PlanRequest, planned: Planned) -> None:
         head = f"# `monta plan --out` chose stock {planned.stock}. Benefit of monta: "
         head += f"{planned.benefit.text}.\n"
     files.write_whole(path, f"{head}{strict_yaml.dump(data)}{TO_FILL_IN}")
+
+
+def _run_name(model: str) -> str:
+    """A run's name from that of a model, or from the path of its config.json."""
+    path = Path(model)
+    if path.suffix.lower() == ".json":
+        model = path.absolute().parent.name if path.stem == "config" else path.stem
+    # It begins with a letter or a digit.
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", model).lstrip("_.-") or "run"
 
 
 def _place(kind: files.ConfigKind, given: str) -> str:

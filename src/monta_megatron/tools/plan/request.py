@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from monta_megatron.chains import CHAINS
@@ -118,6 +119,12 @@ def plan_request(
         UserError: a file or a size is wrong, no layout fits, or no chain can run.
     """
     # Step 1: model and cluster.
+    for name, value, kind in (
+        ("model", request.model, Model),
+        ("cluster", request.cluster, Cluster),
+    ):
+        rule = f"be a file, the name of a preset, or a {kind.__name__}"
+        require(isinstance(value, str | Path | kind), name, value, rule)
     model = request.model if isinstance(request.model, Model) else load_model(request.model)
     model = replace(
         model,
