@@ -21,14 +21,14 @@ class Benefit:
     Attributes:
         chain: the best chain of ours.
         num_chunks: number of its chunks.
-        chosen_us: its time.
+        chosen_us: time of that chain.
         stock: the faster dispatcher of stock.
-        stock_us: its time.
-        ratio_range: as in `Plan`.
-        hidden_behind: what hides a part of the exchange already; None if nothing does.
-        not_stated: why no benefit is stated; None where one is.
-        num_moe_layers: MoE layers of that stage; None where they are not known.
-        num_micro_batches: of an iteration; None where the batch is not known.
+        stock_us: time of that dispatcher.
+        ratio_range: smallest and largest speedup, as in `Plan`; None without ranges.
+        hidden_behind: the work that already hides a part of the exchange; None if nothing does.
+        not_stated: the reason why no benefit is stated; None where one is.
+        num_moe_layers: number of MoE layers of that stage; None where it is not known.
+        num_micro_batches: number of micro-batches per iteration; None where the batch is not known.
     """
 
     chain: str
@@ -87,9 +87,11 @@ class Benefit:
             (self.num_moe_layers, "MoE layer", " of a stage"),
             (self.num_micro_batches, "micro-batch", ""),
         )
-        factors, per = [time_text(self.saved_us)], [noun for n, noun, _ in parts if n is None]
-        factors += (counted(n, noun) + behind for n, noun, behind in parts if n is not None)
-        total_us = self.saved_us * prod(n for n, *_ in parts if n is not None)
+        known = [(number, noun, suffix) for number, noun, suffix in parts if number is not None]
+        per = [noun for number, noun, _ in parts if number is None]
+        factors = [time_text(self.saved_us)]
+        factors += (counted(number, noun) + suffix for number, noun, suffix in known)
+        total_us = self.saved_us * prod(number for number, *_ in known)
         product = f" = {time_text(total_us)}" if len(factors) > 1 else ""
         at_most = "" if self.hidden_behind is None else "at most "
         return (
@@ -132,11 +134,12 @@ class IterationShare:
     """The predicted exchange in a measured iteration.
 
     Attributes:
-        iteration_ms: measured.
+        iteration_ms: measured time of an iteration.
         ran: the dispatcher of Megatron that ran.
-        exchange_share: of the iteration; None where what ran has no price.
-        saved_share: what the recommended dispatcher saves of the iteration; 0 where it ran.
-        hidden_behind: what hides a part of the exchange; None if nothing does.
+        exchange_share: share of the iteration that the exchange takes; None where the dispatcher
+            that ran has no price.
+        saved_share: share of the iteration that the recommended dispatcher saves; 0 where it ran.
+        hidden_behind: the work that hides a part of the exchange; None if nothing does.
     """
 
     iteration_ms: float
@@ -147,7 +150,7 @@ class IterationShare:
 
     @property
     def text(self) -> str:
-        """Both in a sentence."""
+        """Both shares in a sentence."""
         text = f"{self.iteration_ms:,.0f} ms by {self.ran}, "
         if self.exchange_share is None or self.saved_share is None:
             return f"{text}whose exchange has no price here; `monta compare` measures it"
@@ -170,11 +173,11 @@ def share_of(iteration_ms: float, ran: str, plan: Plan, benefit: Benefit) -> Ite
     """The share of a plan's exchange in an iteration.
 
     Args:
-        iteration_ms: measured.
+        iteration_ms: measured time of an iteration.
         ran: the dispatcher of Megatron that ran; `flex` has no price, nor has ours, whose log says
             what it measured.
         plan: the plan of the training's exchange.
-        benefit: the plan's.
+        benefit: the benefit of that plan.
 
     Raises:
         UserError: the exchanges of an iteration are not known.

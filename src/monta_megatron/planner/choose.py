@@ -13,7 +13,7 @@ from monta_megatron.planner.plan import Selection, select_chain
 from monta_megatron.planner.price import Price
 
 STOCK = Choice(chain="alltoall", num_chunks=1)
-# Most predicted memory of a candidate: so many times plain alltoall's, or so many bytes more.
+# Largest predicted memory of a candidate: so many times plain alltoall's, or so many bytes more.
 MAX_MEMORY, MORE_BYTES = 1.5, 1e9
 # Numbers of chunks in which a chain's experts are split.
 SPLITS = (2, 4)
@@ -82,8 +82,8 @@ class Planner:
             f"{reason}; holds up to {size_text(price.peak_bytes)}"
         )
 
-    def candidates(self, tokens: int, most: int) -> dict[Choice, float]:
-        """At most `most` candidates for so many tokens per rank, and their predicted us.
+    def candidates(self, tokens: int, max_candidates: int) -> dict[Choice, float]:
+        """At most `max_candidates` candidates for so many tokens per rank, and their predicted us.
 
         Plain alltoall comes first, then the best predicted others. With `splits_experts` the last
         two are the best chain of tokens with its experts split; they have the prediction of the
@@ -99,8 +99,8 @@ class Planner:
                 choices = (self._choice_of(price.chain.name, number) for number in SPLITS)
                 split = {choice: price.total_us for choice in choices if choice.splits_experts}
             found[price.choice] = price.total_us
-        rest = islice(found.items(), max(most - len(split), 1))
-        return dict(islice((dict(rest) | split).items(), most))
+        rest = islice(found.items(), max(max_candidates - len(split), 1))
+        return dict(islice((dict(rest) | split).items(), max_candidates))
 
     def _stock(self, selection: Selection) -> Price:
         return next(price for price in selection.prices if price.choice == STOCK)

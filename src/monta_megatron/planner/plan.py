@@ -30,12 +30,13 @@ class StageCost:
     """One stage of the chosen chain, all chunks together.
 
     Attributes:
-        pass_name: dispatch, combine, or the backward pass of one of them.
-        stage: its name.
-        resource: what it occupies; "host" for what surrounds the stages of a pass.
-        alone_us: time of its chunks one after the other, with nothing else running.
-        inter_bytes: bytes that leave ranks for other nodes, over all ranks of the exchange.
-        intra_bytes: bytes that leave ranks for others on their node, likewise.
+        pass_name: name of the pass: dispatch, combine, or the backward pass of one of them.
+        stage: name of the stage.
+        resource: the resource that the stage occupies; "host" for the host's work around the
+            stages of a pass.
+        alone_us: sum of the times of its chunks, with nothing else running.
+        inter_bytes: bytes that leave ranks for other nodes, summed over the ranks of the exchange.
+        intra_bytes: bytes that leave ranks for others on their node, summed likewise.
     """
 
     pass_name: str
@@ -51,15 +52,15 @@ class Candidate:
     """A chain and a number of chunks.
 
     Attributes:
-        chain: its name.
-        num_chunks: None where the chain cannot run in any number of chunks.
-        predicted_us: time of the phase; None where it cannot run.
-        inter_bytes: as in `StageCost`, over all stages.
-        intra_bytes: likewise.
-        peak_bytes: the most that the executor holds at once on one rank.
-        busiest: the resource that it occupies longest; None where it cannot run.
-        busiest_us: time for which it does.
-        rejected: why it was not chosen among ours; None for the choice.
+        chain: name of the chain.
+        num_chunks: number of chunks; None where the chain cannot run in any number of them.
+        predicted_us: time of the phase; None where the chain cannot run.
+        inter_bytes: `StageCost.inter_bytes`, summed over all stages.
+        intra_bytes: `StageCost.intra_bytes`, summed over all stages.
+        peak_bytes: largest number of bytes that the executor holds at once on one rank.
+        busiest: the resource that is occupied longest; None where the chain cannot run.
+        busiest_us: time for which that resource is occupied.
+        rejected: the reason why it was not chosen among our chains; None for the choice.
     """
 
     chain: str
@@ -80,7 +81,7 @@ class Recommendation:
     Attributes:
         chain: the best chain of ours, a key of `chains.CHAINS`.
         num_chunks: number of its chunks.
-        predicted_us: its time of all passes.
+        predicted_us: its predicted time, summed over all passes.
         stock_times_us: times of Megatron's dispatchers that the training can run, by name.
         refuses_monta: the setting with which the training refuses our dispatcher; None if it runs.
     """
@@ -118,7 +119,7 @@ class Recommendation:
 
     @property
     def recommended_us(self) -> float:
-        """Its time."""
+        """Predicted time of what is recommended."""
         return self.stock_us if self.stock_wins else self.predicted_us
 
     @property
@@ -139,17 +140,16 @@ class Plan(Recommendation):
     """A recommendation, with everything that led to it.
 
     Attributes:
-        range_us: the least and the most of `predicted_us` over `Cluster.corners`; None without
-            ranges.
-        ratio_range: the least and the most speedup over the faster dispatcher of stock, over
+        range_us: smallest and largest `predicted_us` over `Cluster.corners`; None without ranges.
+        ratio_range: smallest and largest speedup over the faster dispatcher of stock, over
             `Cluster.corners`, each of which prices both; None without ranges.
-        reason: why this chain was chosen among ours.
-        shape: the exchange that it was made for.
+        reason: the reason why this chain was chosen among ours.
+        shape: the exchange that the plan was made for.
         cluster: name of the cluster whose costs were used.
-        stages: the chain, stage by stage.
-        candidates: all of our chains, the fastest first, what cannot run last.
-        rates: of large messages, as text, by resource of the cluster.
-        notes: assumptions.
+        stages: costs of the chain, stage by stage.
+        candidates: all of our chains, fastest first; those that cannot run come last.
+        rates: resource of the cluster -> rate of large messages, as text.
+        notes: assumptions of the plan.
     """
 
     range_us: tuple[float, float] | None
@@ -177,10 +177,10 @@ class Selection:
     """A selected price, and the prices that it was selected from.
 
     Attributes:
-        price: the fastest, or a plainer one within the margin.
-        prices: of everything that can run, the fastest first.
-        rivals: likewise; of several that do the same at this layout the plainest alone.
-        incompatible: chain -> why it cannot run on the layout, or not in the training.
+        price: the fastest price, or that of a plainer chain within the margin.
+        prices: prices of everything that can run, fastest first.
+        rivals: the same prices, but only the plainest of those that do the same at this layout.
+        incompatible: chain -> the reason why it cannot run on the layout or in the training.
     """
 
     price: Price
@@ -213,7 +213,11 @@ class Selection:
             return None
         if price not in self.rivals:
             same = price.sort_key[0], round(price.peak_bytes)
-            plainest = next(x for x in self.rivals if (x.sort_key[0], round(x.peak_bytes)) == same)
+            plainest = next(
+                rival
+                for rival in self.rivals
+                if (rival.sort_key[0], round(rival.peak_bytes)) == same
+            )
             return f"the same as {plainest.choice.name} at this layout"
         if price.sort_key[0] == chosen.sort_key[0]:
             return f"as fast as {name}, which is plainer"
@@ -241,7 +245,7 @@ def select_chain(
         chains: the chains to consider.
         num_chunks: the numbers of chunks to consider; a serial chain has one.
         phase: the passes that are priced.
-        refused_chains: chain -> why the training refuses it.
+        refused_chains: chain -> the reason why the training refuses it.
 
     Raises:
         UserError: no chain can run.
@@ -259,15 +263,16 @@ def select_chain(
     if not prices:
         why = "; ".join(f"{name}: {reason}" for name, reason in incompatible.items())
         raise UserError(f"chains: none can run: {why}")
-    prices.sort(key=lambda each: each.sort_key)
+    prices.sort(key=lambda candidate: candidate.sort_key)
     # The plainest of those that do the same, in the same time, comes first.
     unlike: dict[tuple[float, int], Price] = {}
-    for each in prices:
-        unlike.setdefault((each.sort_key[0], round(each.peak_bytes)), each)
+    for candidate in prices:
+        unlike.setdefault((candidate.sort_key[0], round(candidate.peak_bytes)), candidate)
     rivals = list(unlike.values())
-    near = (each for each in rivals if each.sort_key[0] <= rivals[0].sort_key[0] * (1 + MARGIN))
+    limit = rivals[0].sort_key[0] * (1 + MARGIN)
+    near = (rival for rival in rivals if rival.sort_key[0] <= limit)
     return Selection(
-        price=min(near, key=lambda each: each.sort_key[1:]),
+        price=min(near, key=lambda rival: rival.sort_key[1:]),
         prices=prices,
         rivals=rivals,
         incompatible=incompatible,
@@ -295,7 +300,7 @@ def plan(
         cluster: the cluster it runs on.
         chains: the chains to consider.
         num_chunks: the numbers of chunks to consider.
-        training: what the training does to the exchange; None for four passes of any dispatcher.
+        training: effects of the training on the exchange; None for four passes of any dispatcher.
 
     Raises:
         UserError: no chain can run.
@@ -316,18 +321,18 @@ def plan(
             ratios.append(min(stock_times_us(shape, corner, training).values()) / us)
         range_us, ratio_range = (min(times_us), max(times_us)), (min(ratios), max(ratios))
     candidates = []
-    for each in selection.prices:
-        busiest, busiest_us = each.busiest()
+    for priced in selection.prices:
+        busiest, busiest_us = priced.busiest()
         candidate = Candidate(
-            chain=each.chain.name,
-            num_chunks=each.num_chunks,
-            predicted_us=each.total_us,
-            inter_bytes=each.sent_bytes("inter"),
-            intra_bytes=each.sent_bytes("intra"),
-            peak_bytes=each.peak_bytes,
+            chain=priced.chain.name,
+            num_chunks=priced.num_chunks,
+            predicted_us=priced.total_us,
+            inter_bytes=priced.sent_bytes("inter"),
+            intra_bytes=priced.sent_bytes("intra"),
+            peak_bytes=priced.peak_bytes,
             busiest=busiest,
             busiest_us=busiest_us,
-            rejected=selection.why_rejected(each),
+            rejected=selection.why_rejected(priced),
         )
         candidates.append(candidate)
     candidates += (
@@ -343,7 +348,7 @@ def plan(
         stages=stage_costs(chosen),
         candidates=tuple(candidates),
         ratio_range=ratio_range,
-        rates={each: cluster.rate_of(each).in_both_units for each in cluster.resources},
+        rates={name: cluster.rate_of(name).in_both_units for name in cluster.resources},
         notes=training.notes,
     )
 
@@ -381,13 +386,13 @@ def recommend(
     return recommended, selection
 
 
-def stage_costs(of: Price) -> tuple[StageCost, ...]:
+def stage_costs(chosen: Price) -> tuple[StageCost, ...]:
     """Every stage of every pass, as a plan shows it."""
     costs: dict[tuple[str, str], StageCost] = {}
-    for work in of.works:
+    for work in chosen.works:
         traffic, key = work.traffic, (work.pass_name, work.stage)
         inter_bytes, intra_bytes = (
-            0.0 if traffic is None else traffic.sent_bytes(resource, of.num_represented)
+            0.0 if traffic is None else traffic.sent_bytes(resource, chosen.num_represented)
             for resource in LINKS
         )
         # Finding copies and making them is one stage.

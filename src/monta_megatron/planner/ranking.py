@@ -41,10 +41,10 @@ class TrainingMemory:
     """Memory of a training on one rank.
 
     Attributes:
-        needed_bytes: of weights, gradients, optimizer state and logits; None where the parameters
-            cannot be counted.
-        available_bytes: what a rank may use; None where the cluster file does not say.
-        state_bytes: as in `Model`.
+        needed_bytes: bytes of weights, gradients, optimizer state and logits; None where the
+            parameters cannot be counted.
+        available_bytes: bytes that a rank may use; None where the cluster file does not say.
+        state_bytes: bytes of a parameter's weight, gradient, and optimizer state.
     """
 
     needed_bytes: float | None
@@ -62,10 +62,10 @@ class TrainingMemory:
         """Needed and available memory."""
         if self.needed_bytes is None:
             return "a memory that is not known, as the model's parameters cannot be counted"
-        of = "a rank's memory (memory_gb_per_rank: not in the cluster file)"
+        available = "a rank's memory (memory_gb_per_rank: not in the cluster file)"
         if self.available_bytes is not None:
-            of = f"a rank's {size_text(self.available_bytes)}"
-        text = f"{size_text(self.needed_bytes)} of {of} for weights, gradients, optimizer "
+            available = f"a rank's {size_text(self.available_bytes)}"
+        text = f"{size_text(self.needed_bytes)} of {available} for weights, gradients, optimizer "
         text += "({} + {} + {} bytes) and logits".format(*self.state_bytes)
         return text if self.fits else f"{text}; does not fit with {HEADROOM:.0%} headroom"
 
@@ -85,8 +85,8 @@ def training_memory(
     Args:
         model: the trained model.
         cluster: the cluster it is trained on.
-        layout: how the ranks are grouped.
-        tokens: of a rank in a micro-batch.
+        layout: sizes of the groups of ranks.
+        tokens: tokens per rank and micro-batch.
     """
     weight, gradient, optimizer = model.state_bytes
 
@@ -102,10 +102,10 @@ def training_memory(
         tables = is_first + is_last - (is_first and is_last and model.is_tied)
         dense = sum(layers[stage]) + tables * model.table_parameters
         experts = sum(model.moe_layers[stage]) * model.expert_parameters
-        of_stage = state_bytes(dense, layout.tp) + state_bytes(experts, layout.ep * layout.etp)
+        stage_bytes = state_bytes(dense, layout.tp) + state_bytes(experts, layout.ep * layout.etp)
         # Logits, [S * B / CP, V / TP] as they are, and in fp32 for the loss.
-        of_stage += is_last * tokens * model.vocab_size * (model.value_bytes + 4)
-        needed_bytes = max(needed_bytes or 0.0, of_stage)
+        stage_bytes += is_last * tokens * model.vocab_size * (model.value_bytes + 4)
+        needed_bytes = max(needed_bytes or 0.0, stage_bytes)
     return TrainingMemory(
         needed_bytes=needed_bytes,
         available_bytes=cluster.memory_gb_per_rank and cluster.memory_gb_per_rank * 1e9,
@@ -119,9 +119,9 @@ class RankedLayout(ParallelLayout, Recommendation):
 
     Attributes:
         num_nodes: number of nodes that an exchange lies on.
-        tokens: tokens that a rank brings to an exchange.
+        tokens: tokens per rank in an exchange.
         us_per_1k_tokens: recommended time per 1,000 tokens of a rank; layouts differ in tokens.
-        peak_bytes: the most that the executor holds at once on one rank.
+        peak_bytes: largest number of bytes that the executor holds at once on one rank.
         needed_bytes: memory of a training on one rank; None where the parameters cannot be counted.
     """
 
@@ -160,15 +160,16 @@ def rank_layouts(
     """All (TP, EP, ETP) that fit, the cheapest exchange per token first, as by `_cost`.
 
     Each has the fewest pipeline stages with which it fits, but no more than an exchange in a node
-    needs. TP and ETP stay inside a node. Where the cluster file says no memory,
-    everything fits; see `training_memory`.
+    needs. TP and ETP stay inside a node. Where the cluster file states no memory, everything fits;
+    see `training_memory`.
 
     Args:
         model: the trained model.
         cluster: the cluster it is trained on.
-        world_size, cp: the same for all layouts.
-        tokens: of a rank; None for the model's batch.
-        pp: pipeline stages; None for as many as it takes.
+        world_size: ranks of the training.
+        tokens: tokens per rank; None for the model's batch.
+        cp: context parallel size of all layouts.
+        pp: number of pipeline stages; None for as many as it takes.
 
     Raises:
         UserError: no layout fits, or memory is limited and the parameters cannot be counted.
@@ -181,21 +182,21 @@ def rank_layouts(
 
     # Step 1: the first number of stages with which each exchange fits.
     fitting: dict[tuple[int, int, int], ParallelLayout] = {}
-    least_bytes = math.inf
+    min_bytes = math.inf
     for stages in [pp] if pp else divisors(world_size):
         for layout in layouts_of(model, cluster, world_size, cp, stages):
             num_tokens = tokens or layout.tokens_per_rank(model)
             memory = training_memory(model, cluster, layout, num_tokens)
-            least_bytes = min(least_bytes, memory.needed_bytes or math.inf)
+            min_bytes = min(min_bytes, memory.needed_bytes or math.inf)
             if memory.fits:
                 fitting.setdefault((layout.tp, layout.ep, layout.etp), layout)
-        if any(cluster.ranks_per_node % each.exchange_size == 0 for each in fitting.values()):
+        if any(cluster.ranks_per_node % layout.exchange_size == 0 for layout in fitting.values()):
             break
     if not fitting:
-        needs = f"; the least needs {size_text(least_bytes)} of a rank"
+        needs = f"; the least needs {size_text(min_bytes)} of a rank"
         raise UserError(
             f"world_size: got {world_size}, no (tp, ep, etp) with cp {cp} and pp {pp or 'any'} "
-            f"fits {model.name} on {cluster.name}{needs if least_bytes < math.inf else ''}, beside "
+            f"fits {model.name} on {cluster.name}{needs if min_bytes < math.inf else ''}, beside "
             f"{HEADROOM:.0%} of headroom; more ranks may help"
         )
 
@@ -215,7 +216,7 @@ def rank_layouts(
             needed_bytes=training_memory(model, cluster, layout, num_tokens).needed_bytes,
         )
         ranking.append(ranked)
-    return sorted(ranking, key=lambda each: (_cost(each), each.pp, each.peak_bytes))
+    return sorted(ranking, key=lambda layout: (_cost(layout), layout.pp, layout.peak_bytes))
 
 
 def _cost(layout: RankedLayout) -> float:
@@ -238,8 +239,9 @@ def cross_or_stay(ranking: Sequence[RankedLayout]) -> str:
     inside_us = inside.recommended_us
     across_us = across.us_per_1k_tokens * inside.tokens / 1e3
     # Other layouts in a node may need less memory than the fastest.
-    in_node = [each for each in ranking if each.num_nodes == 1 and each.pp == inside.pp]
-    saved_bytes = min(each.needed_bytes or 0.0 for each in in_node) - (across.needed_bytes or 0.0)
+    in_node = [layout for layout in ranking if layout.num_nodes == 1 and layout.pp == inside.pp]
+    in_node_bytes = min(layout.needed_bytes or 0.0 for layout in in_node)
+    saved_bytes = in_node_bytes - (across.needed_bytes or 0.0)
     if _cost(across) < _cost(inside):
         advice = "crossing costs less"
     elif across.pp < inside.pp:
@@ -268,5 +270,5 @@ def layouts_of(
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, the smallest first."""
+    """All divisors of a number, smallest first."""
     return [size for size in range(1, number + 1) if number % size == 0]

@@ -24,7 +24,7 @@ REFUSES_ALLGATHER = (
     "moe_router_padding_for_fp8",
     "variable_seq_lengths",
 )
-# Setting -> what hides a part of the exchange.
+# Setting -> the work that then hides a part of the exchange.
 HIDES_EXCHANGE = {
     "overlap_moe_expert_parallel_comm": "the other micro-batch",
     "moe_shared_expert_overlap": "the shared experts",
@@ -83,7 +83,7 @@ def phase_of(settings: Any) -> Phase:
 
 
 def recomputed_layers(settings: Any) -> int | None:
-    """Number of layers at the start of a virtual stage that alone are recomputed; None: all."""
+    """Number of layers at the start of a virtual stage that are recomputed; None for all."""
     if getattr(settings, "recompute_method", None) != "block":
         return None
     num_stages = getattr(settings, "pipeline_model_parallel_size", None) or 1
@@ -124,7 +124,7 @@ def chain_problem(chain: Chain, settings: Any, demands_order: bool | None = None
 
     Args:
         chain: the chain.
-        settings: of the training.
+        settings: settings of the training.
         demands_order: whether Megatron adds a token's rows in the order of its batch-invariant
             mode; None where its version is not known, and the mode decides.
     """
@@ -166,8 +166,9 @@ class Unsupported(NamedTuple):
 
     Attributes:
         setting: a field of TransformerConfig.
-        reason: why not, and what to do.
-        condition: holds for a configuration that asks for it; None if the field is true then.
+        reason: the reason why not, and the remedy.
+        condition: predicate that holds for a configuration that asks for it; None where the field
+            itself says so.
     """
 
     setting: str
@@ -202,12 +203,12 @@ class Training:
 
     Attributes:
         phase: the passes of an exchange.
-        refused_chains: chain -> why it cannot run, or "auto" does not choose it.
-        runs_allgather: whether it can run Megatron's `allgather`.
-        refuses_monta: the setting with which it refuses our dispatcher; None if it runs.
+        refused_chains: chain -> the reason why it cannot run, or why "auto" does not choose it.
+        runs_allgather: whether the training can run Megatron's `allgather`.
+        refuses_monta: the setting with which it refuses our dispatcher; None if that runs.
         dispatcher: the dispatcher that the settings name; None where they name none.
-        hidden_behind: what hides a part of the exchange; None if nothing does.
-        notes: what a plan says about it.
+        hidden_behind: the work that hides a part of the exchange; None if nothing does.
+        notes: remarks that a plan prints about the training.
     """
 
     phase: Phase = "forward_backward"
@@ -223,7 +224,7 @@ def training_of(settings: Any, auto: bool = True) -> Training:
     """What a training with these settings does to its exchange.
 
     Args:
-        settings: of the training.
+        settings: settings of the training.
         auto: whether "auto" chooses the chain; a chain that is named may run where "auto" does not
             choose it.
     """
@@ -232,10 +233,10 @@ def training_of(settings: Any, auto: bool = True) -> Training:
         name: chain_problem(chain, settings) or auto_problem(chain, captures)
         for name, chain in CHAINS.items()
     }
-    refused = [each for each in UNSUPPORTED if each.holds(settings)]
+    refused = [unsupported for unsupported in UNSUPPORTED if unsupported.holds(settings)]
     hiding = [name for name in HIDES_EXCHANGE if _is_on(settings, name)]
 
-    notes = [f"monta refuses {each.setting}: {each.reason}" for each in refused]
+    notes = [f"monta refuses {entry.setting}: {entry.reason}" for entry in refused]
     recomputes, partly = recomputes_exchange(settings), recomputed_layers(settings)
     if recomputes is not None:
         notes.append(
@@ -243,9 +244,10 @@ def training_of(settings: Any, auto: bool = True) -> Training:
             "which makes six passes of four; all six are priced"
         )
     elif getattr(settings, "recompute_granularity", None) == "full" and partly is not None:
+        layers = "layer of a stage runs" if partly == 1 else f"{partly} layers of a stage run"
         notes.append(
-            f"recompute_method block: the first {partly} layers of a stage run dispatch and "
-            "combine again, which is not priced"
+            f"recompute_method block: the first {layers} dispatch and combine again, which is not "
+            "priced"
         )
     notes += (
         f"{name} hides a part of the exchange behind {HIDES_EXCHANGE[name]} already: less is left "

@@ -199,13 +199,15 @@ def test_recomputation_makes_six_passes_of_four(logged: Logged, settings: dict[s
         # Without a granularity no module is recomputed.
         {"recompute_modules": "['moe']"},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     ],
 )
 def test_what_does_not_recompute_the_exchange(logged: Logged, settings: dict[str, Any]) -> None:
     four, other = logged(), logged(**settings)
     assert other["predicted_us"] == four["predicted_us"]
-    is_partial = "recompute_num_layers" in settings
-    assert ("the first 3 layers of a stage" in other["printed"]) is is_partial
+    number = settings.get("recompute_num_layers")
+    assert ("the first 3 layers of a stage run dispatch" in other["printed"]) is (number == 3)
+    assert ("the first layer of a stage runs dispatch" in other["printed"]) is (number == 1)
 
 
 @pytest.mark.parametrize("name", ["overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap"])

@@ -25,7 +25,7 @@ CLUSTERS = {name: preset(name) for name in [*NAMES.split(), "h800_8x_ndr"]}
 # The right GPU with a wrong network.
 SAME_GPU = ({"h100_8x_ndr", "h100_efa_p5"}, {"a800_2x8_ib200", "a800_4x200_roce"})
 EP, ETP = (8, 16, 32, 64), (1, 2, 8)
-MOST_CANDIDATES = 24 // ROUNDS
+MAX_CANDIDATES = 24 // ROUNDS
 NUM_CASES = 3_828
 
 
@@ -60,7 +60,7 @@ def excesses() -> Iterator[tuple[set[str], float]]:
                 continue
             planner = planner_of(shape, name)
             # Priced once: the planner keeps its selection.
-            candidates[name] = planner.candidates(shape.tokens_per_rank, MOST_CANDIDATES)
+            candidates[name] = planner.candidates(shape.tokens_per_rank, MAX_CANDIDATES)
             prices = planner.selection(shape.tokens_per_rank).prices
             prices_us[name] = {price.choice: price.total_us for price in prices}
         for assumed, true in permutations(candidates, 2):

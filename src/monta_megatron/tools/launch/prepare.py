@@ -180,8 +180,8 @@ def plan_run(config: RunConfig, arguments: Arguments) -> tuple[Planned | None, t
     node_size = node_size or planned.nodes.ranks_per_node
     if node_size != layout.ranks_per_node:
         notes.append(
-            f"{node_size} ranks are taken to share a node link, and "
-            f"{layout.ranks_per_node} a node; --moe-monta-ranks-per-node changes the former"
+            f"a node link is taken to join {counted(node_size, 'rank')}, and a node to have "
+            f"{layout.ranks_per_node}; --moe-monta-ranks-per-node changes the former"
         )
     return planned, (*notes, f"needs {planned.memory.text}")
 
