@@ -29,7 +29,6 @@ ALIKE = {
 }
 # No model has more; a larger number is a mistake that a list of layers would not survive.
 MAX_LAYERS = 10_000
-SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 # Megatron adds an expert's bias to these scores alone.
 BIASED = ("sigmoid", "sqrtsoftplus")
 # Name of an activation -> Megatron's arguments. That of gpt-oss is told by its family.
