@@ -25,10 +25,15 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from time_limits import scaled
+
 Nodes = list[ast.AST]
 Bound = dict[str, ast.AST]
 
-LIMIT_S = 300  # of one pytest run; ranks that wait for each other give up after a minute
+# Of one pytest run on an idle machine; ranks that wait for each other give up after a minute.
+LIMIT_S = 300
 # A name in an edit that stands for any expression.
 WILDCARD = re.compile("[A-Z]")
 
@@ -160,9 +165,9 @@ def first_failure(tests: list[str], fault: dict[str, Any] | None = None) -> str 
         env = os.environ | {"PYTHONPATH": str(source), "HYPOTHESIS_STORAGE_DIRECTORY": folder}
         pytest = Popen(command, env=env, stdout=PIPE, text=True, start_new_session=True)
         try:
-            output, _ = pytest.communicate(timeout=None if fault is None else LIMIT_S)
+            output, _ = pytest.communicate(timeout=None if fault is None else scaled(LIMIT_S))
         except TimeoutExpired:
-            return f"the time limit of {LIMIT_S} s"
+            return f"the time limit of {scaled(LIMIT_S):.0f} s"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(pytest.pid, signal.SIGKILL)

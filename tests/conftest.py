@@ -36,6 +36,19 @@ def pytest_configure(config: pytest.Config) -> None:
     golden.renews = config.getoption("renew")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Scale the time limit of each test, unless the command line gives one for all."""
+    from time_limits import scaled
+
+    if config.getoption("timeout") is not None or config.getoption("collectonly"):
+        return
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limit_s = float(config.getini("timeout") if marker is None else marker.args[0])
+        # The closest one holds.
+        item.add_marker(pytest.mark.timeout(scaled(limit_s)), append=False)
+
+
 @pytest.fixture
 def monta(capsys: pytest.CaptureFixture[str]) -> "Monta":
     from commands import Monta

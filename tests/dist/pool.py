@@ -28,10 +28,14 @@ from unittest import mock
 
 import pytest
 from free_ports import free_ports
+from time_limits import scaled
 
-# Seconds until the ranks have started and imported Megatron: 8 of them share 2 cores.
+# All limits are scaled by how slow the machine is. Until the ranks have started and imported
+# Megatron, of which 8 share 2 cores:
 START_LIMIT_S = 240.0
 ANSWER_LIMIT_S = 120.0
+# Ranks that wait for each other say so after this.
+GROUP_LIMIT_S = 30.0
 
 T = TypeVar("T")
 
@@ -43,10 +47,12 @@ class PoolError(AssertionError):
 class Pool:
     """`world_size` CPU ranks with torch.distributed (Gloo) and Megatron imported.
 
-    Process groups give up after `group_limit_s`.
+    Process groups give up after `group_limit_s`; None for what this machine needs.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo", group_limit_s: float = 60.0) -> None:
+    def __init__(
+        self, world_size: int, backend: str = "gloo", group_limit_s: float | None = None
+    ) -> None:
         self.world_size = world_size
         self._stacks = tempfile.TemporaryDirectory(prefix="monta-pool-")
         environment = {
@@ -62,7 +68,7 @@ class Pool:
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "POOL_STACKS": self._stacks.name,
             "POOL_BACKEND": backend,
-            "POOL_GROUP_LIMIT_S": str(group_limit_s),
+            "POOL_GROUP_LIMIT_S": str(group_limit_s or scaled(GROUP_LIMIT_S)),
         }
         # With a GPU each rank imports for itself: CUDA does not survive a fork.
         kind = "forkserver" if backend == "gloo" else "spawn"
@@ -79,7 +85,7 @@ class Pool:
             each.close()
         self._process_ids = []
         for each in self._connections:
-            assert each.poll(START_LIMIT_S), "a rank has not started"
+            assert each.poll(scaled(START_LIMIT_S)), "a rank has not started"
             self._process_ids.append(each.recv())
 
     def run(
@@ -94,7 +100,7 @@ class Pool:
         Args:
             function: of a module that the ranks can import; they are sent its name.
             args: anything that can be pickled.
-            limit_s: seconds in which each rank has to answer.
+            limit_s: seconds in which each rank of an idle machine has to answer.
             num_lost: the last ranks, which are lost in the function and return nothing.
 
         Raises:
@@ -107,7 +113,7 @@ class Pool:
         failures: list[str] = []
         for rank, connection in enumerate(self._connections[: self.world_size - num_lost]):
             # Once a rank has failed the others may wait for it in a collective.
-            wait_s = 5.0 if failures else limit_s
+            wait_s = scaled(5.0 if failures else limit_s)
             try:
                 if not connection.poll(wait_s):
                     stack = self._stack(rank)

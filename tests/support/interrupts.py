@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from time_limits import scaled
+
 LIMIT_S = 120.0
 # In the environment of a process and of its descendants.
 MARK = "TEST_MARK"
@@ -72,7 +74,7 @@ def lines_of(path: Path) -> str:
 
 def wait_for(process: "subprocess.Popen[str]", happened: Callable[[], bool], stderr: Path) -> None:
     """Wait for a condition while the process runs."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + scaled(LIMIT_S)
     while not happened():
         assert process.poll() is None and time.monotonic() < deadline, stderr.read_text()
         time.sleep(0.02)
@@ -82,7 +84,7 @@ def wait_until(
     happened: Callable[[], bool], limit_s: float, state: Callable[[], object] = lambda: None
 ) -> None:
     """Wait for a condition; the error says the state."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + scaled(limit_s)
     while not happened():
         assert time.monotonic() < deadline, state()
         time.sleep(0.05)
@@ -91,7 +93,7 @@ def wait_until(
 def interrupt(process: "subprocess.Popen[str]", send: Callable[[int, int], None], mark: str) -> int:
     """The exit status after an interrupt; no process stays."""
     send(process.pid, signal.SIGINT)
-    status = process.wait(timeout=LIMIT_S)
+    status = process.wait(timeout=scaled(LIMIT_S))
     # A program that an import has started may end a moment later.
     wait_until(lambda: not marked(mark), 2, lambda: marked(mark))
     return status

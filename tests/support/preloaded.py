@@ -18,6 +18,8 @@ from collections.abc import Callable
 from subprocess import PIPE, CompletedProcess, Popen
 from typing import Any
 
+from time_limits import scaled
+
 LIMIT_S = 60
 
 
@@ -28,7 +30,7 @@ class Preloaded:
         # What is importable here is importable there.
         own = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
         self._process = Popen(
-            [sys.executable, __file__, str(limit_s), *modules],
+            [sys.executable, __file__, str(round(scaled(limit_s))), *modules],
             env={**os.environ, **own, **environment},
             stdin=PIPE,
             stdout=PIPE,

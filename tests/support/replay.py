@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 
 from exchanges import Case, Source, make_data, make_source
 from fake_world import chunks_of, groups_of
+from time_limits import scaled
 
 from monta_megatron.chains import CHAINS, TokenCounts, lower
 from monta_megatron.chains.program import Operation, Program, Release
@@ -126,7 +127,7 @@ def record(cases: Sequence[ReplayCase], path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, get_context("fork").Pool(NUM_RANKS) as ranks:
         ended = ranks.imap_unordered(partial(_record_rank, folder, path, cases), range(NUM_RANKS))
         for _ in range(NUM_RANKS):
-            ended.next(LIMIT_S)
+            ended.next(scaled(LIMIT_S))
 
 
 def read_records(path: Path) -> list[Recorded]:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from time_limits import scaled
+
 LIMIT_S = 120
 
 
@@ -18,5 +20,5 @@ def run_python(
         env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
         capture_output=True,
         text=True,
-        timeout=limit_s,
+        timeout=scaled(limit_s),
     )

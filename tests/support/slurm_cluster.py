@@ -15,6 +15,7 @@ from pathlib import Path
 
 from free_ports import free_ports
 from interrupts import processes_with, wait_until
+from time_limits import scaled
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
@@ -80,7 +81,7 @@ class Cluster:
             env={**self._environment, **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=scaled(60),
         )
 
     def call(self, *command: str, cwd: Path | None = None, **environment: str) -> str:
