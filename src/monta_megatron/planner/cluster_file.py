@@ -44,8 +44,8 @@ from monta_megatron.core import Layout
 from monta_megatron.planner.cluster import Cluster
 from monta_megatron.planner.curves import Rate
 
-# 800 Gb/s, of the newest interfaces.
-FASTEST_NIC = Rate(100.0)
+# 800 Gb/s, the rate of the newest interfaces.
+MAX_NIC_RATE = Rate(100.0)
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -58,8 +58,8 @@ def load_cluster(path: str | Path) -> Cluster:
     cluster = strict_yaml.load(Cluster, path)
     rate = None if cluster.network is None else cluster.network.rate
     if rate is not None:
-        rule = f"be at most {FASTEST_NIC.in_both_units} each; check bits and bytes"
-        holds = rate.gbytes_per_s <= FASTEST_NIC.gbytes_per_s
+        rule = f"be at most {MAX_NIC_RATE.in_both_units} each; check bits and bytes"
+        holds = rate.gbytes_per_s <= MAX_NIC_RATE.gbytes_per_s
         require(holds, f"{path}: network.rate", rate.in_both_units, rule)
     return cluster
 
@@ -79,8 +79,8 @@ def _without_defaults(value: Any) -> Any:
     """A dataclass as plain data, without what has its default."""
     if not is_dataclass(value) or isinstance(value, Rate):
         return strict_yaml.plain(value)
-    each = ((entry, getattr(value, entry.name)) for entry in fields(value))
-    return {e.name: _without_defaults(part) for e, part in each if part != e.default}
+    values = ((entry, getattr(value, entry.name)) for entry in fields(value))
+    return {entry.name: _without_defaults(part) for entry, part in values if part != entry.default}
 
 
 def _in_line(value: object) -> str:
@@ -100,8 +100,8 @@ def uncalibrated(layout: Layout, gpu: str | None) -> Cluster:
     """The nearest preset with the nodes of an exchange; nothing is known of a rank's memory.
 
     Args:
-        layout: the exchange.
-        gpu: what the driver calls a rank's GPU; None on CPU ranks.
+        layout: layout of the exchange.
+        gpu: the driver's name of a rank's GPU; None on CPU ranks.
     """
     ranks_per_node = math.ceil(len(layout.nodes) / layout.num_nodes)
     preset = nearest_preset(gpu, ranks_per_node)
@@ -124,21 +124,23 @@ def nearest_preset(gpu: str | None, ranks_per_node: int) -> str:
     with one GPU the one that says more of its name comes first: A100-PCIE-40GB, a100_pcie_hdr.
 
     Args:
-        gpu: what the driver calls it; None on CPU ranks.
-        ranks_per_node: of the exchange.
+        gpu: the driver's name of the GPU; None on CPU ranks.
+        ranks_per_node: ranks of the exchange on one node.
     """
     names = sorted(path.stem for path in (files.CONFIGS / "clusters").glob("*.yaml"))
     # CPU ranks, and the presets of an emulated cluster, have no model.
     models = {name: next(iter(_models(name)), ("", 0)) for name in names}
     known = {family for family, _ in models.values()}
     default = DEFAULT_GPU if gpu else ("", 0)
-    family, number = next((each for each in _models(gpu or "") if each[0] in known), default)
+    candidates = (model for model in _models(gpu or "") if model[0] in known)
+    family, number = next(candidates, default)
 
     def difference(name: str) -> tuple[bool, int, int, float]:
-        of_preset, other = models[name]
+        preset_family, preset_number = models[name]
         shared = set(_spaced(name).split()) & set(_spaced(gpu or "").split())
         ratio = _load(name).ranks_per_node / ranks_per_node
-        return of_preset != family, abs(other - number), -len(shared), abs(math.log(ratio))
+        distance = abs(preset_number - number)
+        return preset_family != family, distance, -len(shared), abs(math.log(ratio))
 
     return min(names, key=difference)
 

@@ -53,8 +53,8 @@ class ModelArguments:
     Attributes:
         name: name of the model, or of its family.
         arguments: values by Megatron's names without --.
-        notes: what a plan says of the model, what was not read first.
-        uncounted: what may change the model's layers or parameters and was not read.
+        notes: remarks that a plan prints about the model, first what was not read.
+        uncounted: keys that may change the model's layers or parameters and were not read.
     """
 
     name: str
@@ -67,8 +67,8 @@ def read_config(data: Any, file: str) -> ModelArguments:
     """Megatron's arguments, as far as a config.json tells them.
 
     Args:
-        data: its plain data.
-        file: for messages.
+        data: plain data of the file.
+        file: name of the file, for messages.
 
     Raises:
         UserError: one line that names the file, the key, the value and the rule.
@@ -81,7 +81,8 @@ def read_config(data: Any, file: str) -> ModelArguments:
     flat = dict(data)
     for part in keys.PARTS:
         flat |= flat[part] if isinstance(flat.get(part), Mapping) else {}
-    flat = {**keys.FAMILIES.get(family, {}), **{k: v for k, v in flat.items() if v is not None}}
+    given = {key: value for key, value in flat.items() if value is not None}
+    flat = {**keys.FAMILIES.get(family, {}), **given}
     config = _Config(flat, family, file)
 
     # Step 2: sizes, and what follows from several keys.
@@ -133,7 +134,8 @@ class _Config:
     """A config.json while it is read.
 
     Attributes:
-        unread: key, or other property -> whether it may change layers or parameters.
+        unread: key that was not read, or other property -> whether it may change layers or
+            parameters.
     """
 
     def __init__(self, flat: Mapping[str, Any], family: str, file: str) -> None:
@@ -297,7 +299,7 @@ class _Config:
         return [int(word) for word in words]
 
     def attention(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Its kind, and the layers of linear attention."""
+        """The kind of attention, and the layers of linear attention."""
         if "kv-lora-rank" in told:
             latent = {"multi-latent-attention": True, "qk-layernorm": True}
             latent["num-query-groups"] = False
@@ -383,9 +385,9 @@ class _Config:
         for name, value in self._flat.items():
             if name in read or name in keys.HARMLESS or _is_off(value):
                 continue
-            if has_mamba and keys.FIXED_OF_MAMBA.get(name) == value:
+            if has_mamba and keys.FIXED_IN_MAMBA.get(name) == value:
                 continue
-            self.unread[name] = name not in keys.OF_THE_RUN
+            self.unread[name] = name not in keys.RUN_KEYS
 
     def untold(self, told: Mapping[str, Any]) -> Iterable[str]:
         """What neither the config.json nor its family tells."""

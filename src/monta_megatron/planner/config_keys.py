@@ -10,7 +10,7 @@ PARTS = (
 )
 # Parts of a model that are not counted.
 OTHER_PARTS = ("vision_config", "audio_config", "talker_config", "code2wav_config")
-# Megatron's argument -> keys, of which the first that is there and not null is taken.
+# Megatron's argument -> names of its key; the first that is present and not null is taken.
 ALIASES = {
     "num-layers": "num_hidden_layers n_layers num_layers n_layer",
     "hidden-size": "hidden_size d_model n_embd",
@@ -61,7 +61,7 @@ SCORES = "scoring_func score_function score_func moe_router_activation_func"
 NUM_SHARED = "n_shared_experts num_shared_experts moe_num_shared_experts num_shared_expert"
 ACTIVATION = "mlp_hidden_act hidden_act hidden_activation activation_function"
 ROTARY = "rope_parameters rope_scaling rope_theta partial_rotary_factor rotary_dim"
-# Dense layers before the first with experts, and one layer with experts of so many.
+# Number of dense layers before the first with experts, and the period of layers with experts.
 FIRST_DENSE = "first_k_dense_replace num_dense_layers moe_layer_num_skipped moe_layer_start_index"
 STEPS = "decoder_sparse_step interleave_moe_layer_step moe_layer_interval"
 # Numbers of the layers with experts, as a list or as a text with commas.
@@ -75,7 +75,7 @@ OTHERS = (
 READ = {*PARTS, *" ".join([*ALIASES.values(), OTHERS, ACTIVATION, ROTARY]).split()}
 # Read beside a hybrid pattern, of whose Mamba layers Megatron fixes the convolution.
 READ_WITH_MAMBA = {*" ".join(MAMBA_ALIASES.values()).split(), "expand", "mamba_expand"}
-FIXED_OF_MAMBA = {"conv_kernel": 4, "mamba_d_conv": 4, "mamba_hidden_act": "silu"}
+FIXED_IN_MAMBA = {"conv_kernel": 4, "mamba_d_conv": 4, "mamba_hidden_act": "silu"}
 
 # Kinds of layers in a list -> symbol of a hybrid pattern, for a list that names layers of experts.
 LAYER_SYMBOLS = {
@@ -108,7 +108,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 # Families whose attention has no positions.
 NO_POSITIONS = {"jamba", "nemotron_h"}
-# Family -> what of its layers no argument of Megatron says.
+# Family -> the part of its layers that no argument of Megatron describes.
 UNLIKE_MEGATRON = {
     "arctic": "a dense FFN beside the experts of each layer",
     "deepseek_v4": "compressed attention",
@@ -119,7 +119,7 @@ UNLIKE_MEGATRON = {
 }
 
 # Keys that change what is trained, but not its layers, nor its parameters by more than 1%.
-_OF_THE_RUN = (
+_RUN_KEYS = (
     # Biases, norms and scales.
     "attention_bias qkv_bias use_qkv_bias add_qkv_bias use_bias mlp_bias lm_head_bias "
     "mamba_proj_bias mamba_conv_bias use_conv_bias "
@@ -141,7 +141,7 @@ _OF_THE_RUN = (
     "mtp_transformer_layers mtp_layers_block_type mtp_hybrid_override_pattern "
     "mtp_loss_scaling_factor"
 )
-OF_THE_RUN = set(_OF_THE_RUN.split())
+RUN_KEYS = set(_RUN_KEYS.split())
 # Keys that say nothing of what is planned or trained.
 _HARMLESS = (
     "model_type architectures auto_map _name_or_path name_or_path transformers_version dtype "

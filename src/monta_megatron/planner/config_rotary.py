@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-# Of Megatron's scaling by Llama 3's rule, and of YaRN in latent attention: no argument sets them.
+# Constants of Megatron's scaling by Llama 3's rule, and of YaRN in latent attention, which no
+# argument sets.
 LLAMA3 = {
     "low_freq_factor": 1,
     "high_freq_factor": 4,
@@ -26,8 +27,8 @@ def rotary_arguments(
     """Megatron's arguments, and names of what was not read.
 
     Args:
-        flat: keys of the config.json.
-        told: Megatron's arguments as far as they are known.
+        flat: values of the config.json by key.
+        told: Megatron's arguments, as far as they are known.
     """
     # Step 1: base and share of the rotated values.
     name, rope = _parameters(flat)
@@ -108,10 +109,10 @@ def _is_whole(value: Any) -> bool:
 
 
 def _has(values: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
-    """Whether the fixed values are those that were given."""
+    """Whether all fixed values that were given are the same."""
     return all(values.get(key, value) == value for key, value in fixed.items())
 
 
 def _read_out(values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Take values out, by Megatron's names."""
+    """Remove values and return them by Megatron's names."""
     return {names[key]: values.pop(key) for key in names if key in values}

@@ -86,12 +86,12 @@ class Curve:
     """Cost of one operation for one group size, with every rank of a node busy with it.
 
     Attributes:
-        operation: docs/calibration.md explains each.
+        operation: the operation; docs/calibration.md explains all of them.
         resource: the resource through which the bytes go.
-        group_size: ranks that take part; 1 for operations in memory.
-        sizes_bytes: ascending, at least 2; bytes that leave each rank through the resource, or that
-            an operation in memory reads and writes.
-        times_us: the time for each size.
+        group_size: number of ranks that take part; 1 for operations in memory.
+        sizes_bytes: at least 2 sizes in ascending order: bytes that leave each rank through the
+            resource, or that an operation in memory reads and writes.
+        times_us: time of the operation for each size.
     """
 
     operation: PricedOperation
@@ -216,8 +216,8 @@ def published_curves() -> dict[str, tuple[Curve, ...]]:
             key = row["gpu"], row["operation"], ranks
             points.setdefault(key, []).append((moved, float(row["us"])))
     curves: dict[str, tuple[Curve, ...]] = {}
-    for (gpu, operation, ranks), of_curve in points.items():
-        sizes, times = zip(*of_curve, strict=True)
+    for (gpu, operation, ranks), sizes_and_times in points.items():
+        sizes, times = zip(*sizes_and_times, strict=True)
         curve = Curve(
             operation=OPERATIONS[operation],
             resource="intra",

@@ -42,7 +42,7 @@ class ParallelLayout:
     """Sizes of Megatron's parallel groups.
 
     Attributes:
-        world_size: number of all ranks.
+        world_size: total number of ranks.
         tp: tensor parallel size of the attention, with sequence parallelism.
         ep: expert parallel size.
         etp: expert tensor parallel size.
@@ -145,7 +145,7 @@ def priced_ranks(layout: Layout, routing: Routing) -> tuple[tuple[Layout, int], 
 
     Args:
         layout: layout of the exchange, as any of its ranks sees it.
-        routing: where tokens go.
+        routing: distribution of tokens over experts.
     """
     # Chains copy tokens for ranks, and for nodes if these are even.
     in_order, ranks = layout.uneven_nodes() is None, range(len(layout.nodes))
@@ -169,7 +169,7 @@ def shape_of_layout(
 ) -> Shape:
     """The exchange of a layout, with the model's own router.
 
-    Without tokens, those that follow from the model's batch.
+    Without `tokens_per_rank`, the number of tokens follows from the model's batch.
     """
     tokens = layout.tokens_per_rank(model) if tokens_per_rank is None else tokens_per_rank
     require(tokens <= MOST_TOKENS, "tokens", tokens, f"be at most {MOST_TOKENS:,} on a rank")
@@ -188,8 +188,8 @@ def training_of_layout(model: Model, layout: ParallelLayout, auto: bool = True) 
 
     Args:
         model: the trained model.
-        layout: how its ranks are grouped.
-        auto: as in `training_of`.
+        layout: sizes of the groups of its ranks.
+        auto: whether "auto" chooses the chain, as in `training_of`.
     """
     sizes = {argument: getattr(layout, name) for name, argument in PARALLEL_ARGUMENTS.items()}
     settings = settings_of({**model.arguments, **sizes, "num-layers": model.num_layers})
@@ -198,13 +198,14 @@ def training_of_layout(model: Model, layout: ParallelLayout, auto: bool = True) 
 
 # Arguments that split a model's layers into pipeline stages in a language of their own.
 UNREAD_SPLITS = ("pipeline-model-parallel-layout", *HYBRID_PATTERNS)
-# Layers of the first and of the last stage; and flags by which each counts one layer more.
+# Arguments for the number of layers of the first and of the last stage, and flags by which each of
+# them counts one layer more.
 END_STAGES = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 COUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 
 
 def stages_of(model: Model, pp: int) -> list[slice]:
-    """Layers of each pipeline stage: consecutive, as many in each but a shorter last one.
+    """Layers of each pipeline stage: consecutive, equally many in all but a shorter last one.
 
     Arguments of Megatron for the first and the last stage are followed; virtual stages are not.
 

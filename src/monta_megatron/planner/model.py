@@ -38,29 +38,30 @@ class Model:
     """Sizes of a model, and the batch that it is trained with.
 
     Attributes:
-        name: what users call it.
-        row_size: values of a row that is sent to experts: the latent size, or H.
-        num_layers: L.
-        moe_layers: [L] whether a layer has experts.
-        num_attention_heads: query heads; a tensor parallel size must divide them.
-        num_experts: routed experts per layer.
-        moe_router_topk: experts per token.
+        name: name of the model, as users call it.
+        row_size: number of values of a row that is sent to experts: the latent size, or H.
+        num_layers: number of layers, L.
+        moe_layers: [L] whether each layer has experts.
+        num_attention_heads: number of query heads; a tensor parallel size must divide it.
+        num_experts: number of routed experts per layer.
+        moe_router_topk: number of experts per token.
         moe_ffn_hidden_size: FFN size of one expert; an expert tensor parallel size must divide it.
         seq_length: tokens per sequence.
         micro_batch_size: sequences per micro-batch.
         value_bytes: bytes of one hidden value.
         prob_bytes: bytes of one routing probability.
         state_bytes: bytes of a parameter's weight, gradient, and optimizer state.
-        moe_router_num_groups: expert groups of a group-limited router, or None.
-        moe_router_group_topk: groups that a token may use, or None.
-        vocab_size: entries of the vocabulary, 0 where that is not known.
-        expert_parameters: parameters of the routed experts of one layer.
-        layer_parameters: [L] parameters of each layer without its routed experts; None where they
-            cannot be counted, for the reasons in `uncounted`.
-        table_parameters: of the embedding of the vocabulary, and of the output layer.
-        is_tied: embedding and output layer share one table.
-        notes: what a plan says of the model.
-        uncounted: what keeps the parameters from being counted.
+        moe_router_num_groups: number of expert groups of a group-limited router; None without one.
+        moe_router_group_topk: number of groups that a token may use; None without groups.
+        vocab_size: number of entries of the vocabulary; 0 where it is not known.
+        expert_parameters: number of parameters of the routed experts of one layer.
+        layer_parameters: [L] number of parameters of each layer without its routed experts; None
+            where they cannot be counted, for the reasons in `uncounted`.
+        table_parameters: number of parameters of the vocabulary's embedding; the output layer has
+            as many.
+        is_tied: whether embedding and output layer share one table.
+        notes: remarks that a plan prints about the model.
+        uncounted: reasons why the parameters cannot be counted.
         arguments: Megatron's arguments by their names without --.
     """
 
@@ -93,7 +94,7 @@ class Reader:
     """Reads typed values of arguments, and remembers which.
 
     Args:
-        arguments: by name with dashes, without --.
+        arguments: values by Megatron's names with dashes, without --.
         where: the file or the command, for messages.
     """
 
@@ -111,8 +112,8 @@ class Reader:
         """Whether one of these flags is set."""
         return any(self.value(name) in (True, "True", "true") for name in names)
 
-    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An integer >= `least`; without a default it must be given."""
+    def size(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        """An integer >= `minimum`; without a default it must be given."""
         value = self.value(name)
         if value is None and default is not None:
             return default
@@ -126,7 +127,7 @@ class Reader:
         number = value if type(value) is int else None
         if isinstance(value, str) and value.strip().isdecimal():
             number = int(value)
-        self.require(number is not None and number >= least, name, f"an integer >= {least}")
+        self.require(number is not None and number >= minimum, name, f"an integer >= {minimum}")
         assert number is not None
         return number
 
@@ -190,7 +191,8 @@ def _read(path: Path) -> ModelArguments:
     data = strict_yaml.read(path)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise UserError(f"{path}: must be Megatron's arguments by their names, or a config.json")
-    notes = (f"not expressed by Megatron's arguments: {x}" for x in data.get("not_expressed") or ())
+    unexpressed = data.get("not_expressed") or ()
+    notes = (f"not expressed by Megatron's arguments: {text}" for text in unexpressed)
     arguments = {name: data[name] for name in data if name not in OTHER_KEYS}
     return ModelArguments(name=path.stem, arguments=arguments, notes=tuple(notes))
 
@@ -205,11 +207,12 @@ def model_of(
     """The model that Megatron's arguments say.
 
     Args:
-        arguments: by their names without --, with dashes or underscores.
-        name: what users call it.
+        arguments: values by Megatron's names without --, with dashes or underscores.
+        name: name of the model, as users call it.
         where: the file or the command, for messages.
-        notes: what a plan says of the model besides.
-        uncounted: what may change its layers or parameters and is not among the arguments.
+        notes: other remarks that a plan prints about the model.
+        uncounted: properties that may change its layers or parameters and are not among the
+            arguments.
 
     Raises:
         UserError: one line that names `where`, an argument, its value and the rule.
@@ -224,7 +227,8 @@ def model_of(
     default = 4 * hidden_size * 2 // 3 // 64 * 64 if read.flag("swiglu") else 4 * hidden_size
     ffn = read.size("ffn-hidden-size", max(default, 1))
     moe_ffn = read.size("moe-ffn-hidden-size", ffn)
-    groups, group_topk = (read.optional(f"moe-router-{x}") for x in ("num-groups", "group-topk"))
+    groups = read.optional("moe-router-num-groups")
+    group_topk = read.optional("moe-router-group-topk")
     read.require(topk <= experts, "moe-router-topk", f"at most num-experts ({experts})")
     rule = f"such that a layer has experts, of num-layers ({len(layers)})"
     read.require(any(layers), "moe-layer-freq", rule)
@@ -238,12 +242,12 @@ def model_of(
     row_size = read.size("moe-latent-size", hidden_size)
     is_tied = not read.flag("untie-embeddings-and-output-weights")
     gate = 3 if read.flag(*GATED) else 2
-    vocab_size = read.size("vocab-size", 0, least=0)
+    vocab_size = read.size("vocab-size", 0, minimum=0)
     uncounted = (*uncounted, *_uncounted_arguments(read))
     layer_parameters = None
     if not uncounted:
         layer_parameters = _layer_parameters(read, hidden_size, layers, gate, ffn)
-    if read.size("mtp-num-layers", 0, least=0):
+    if read.size("mtp-num-layers", 0, minimum=0):
         notes += ("multi-token prediction is not counted: a layer more on the last stage",)
     read.require_spelling()
     return Model(
@@ -306,14 +310,14 @@ def _layer_parameters(
     counts as full.
 
     Args:
-        read: the model's arguments.
-        hidden_size: H.
-        layers: [L] whether a layer has experts.
-        gate: matrices of an FFN, 3 with a gate.
+        read: reader of the model's arguments.
+        hidden_size: hidden size, H.
+        layers: [L] whether each layer has experts.
+        gate: number of matrices of an FFN: 3 with a gate, else 2.
         ffn: FFN size of a dense layer.
     """
     latent, experts = read.optional("moe-latent-size") or 0, read.size("num-experts")
-    shared = read.size("moe-shared-expert-intermediate-size", 0, least=0)
+    shared = read.size("moe-shared-expert-intermediate-size", 0, minimum=0)
     attention = _attention_parameters(read, hidden_size)
     # Of an MoE layer besides its experts: router, shared experts, projections to the latent rows.
     beside = hidden_size * (experts + gate * shared + 2 * latent)
@@ -357,7 +361,7 @@ def _attention_parameters(read: Reader, hidden_size: int) -> int:
 
 
 def _moe_layers(read: Reader) -> list[bool]:
-    """Layers with experts: [number of layers], in the model's order.
+    """[L] whether each layer has experts.
 
     Raises:
         UserError: a pattern is none of Megatron's forms, or one of other layers.

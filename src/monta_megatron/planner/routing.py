@@ -25,10 +25,10 @@ class UniformRouting:
     """k of E experts at random, within `group_topk` of `num_groups` groups, also at random.
 
     Attributes:
-        num_experts: E.
-        topk: k.
-        num_groups: 1 where every expert may be chosen.
-        group_topk: groups that a token may use.
+        num_experts: number of experts, E.
+        topk: number of experts per token, k.
+        num_groups: number of expert groups; 1 where every expert may be chosen.
+        group_topk: number of groups that a token may use.
     """
 
     num_experts: int
@@ -45,7 +45,7 @@ class UniformRouting:
 
     @property
     def max_experts_per_token(self) -> int:
-        """k."""
+        """The number of experts per token, k."""
         return self.topk
 
     def hits(self, num_parts: int) -> NDArray[np.float64]:
@@ -117,7 +117,7 @@ def _misses(routing: UniformRouting, overlaps: tuple[int, ...]) -> float:
     mean of this over all choices of groups.
 
     Args:
-        routing: how experts are chosen.
+        routing: the router.
         overlaps: number of experts of the range in each group.
     """
     # ways[chosen, shared]: number of choices of `chosen` groups with `shared` experts of the range.

@@ -143,7 +143,7 @@ def run_trainings(
     config, given = strict_yaml.load(RunConfig, file), from_words(megatron)
     if DISPATCHER in given:
         raise UserError(f"--{DISPATCHER}: got it after `--`, must be left out; all are compared")
-    tune_steps = Reader(given, "after --").size(TUNE_STEPS, default=0, least=0)
+    tune_steps = Reader(given, "after --").size(TUNE_STEPS, default=0, minimum=0)
     num_warmup = NUM_WARMUP + tune_steps
     rule = f"be more than {num_warmup}, which are not timed: the first {NUM_WARMUP} and the trials"
     require(iterations > num_warmup, "--iterations", iterations, rule)

@@ -64,9 +64,9 @@ class PlanReport:
     """A plan, or a ranking of layouts with the plan of the best.
 
     Attributes:
-        planned: the plan.
-        share: share of the exchange in a measured iteration, or None.
-        chain: chain whose standing is asked, or None.
+        planned: the plan of the request.
+        share: share of the exchange in a measured iteration; None without one.
+        chain: the chain whose standing is asked for; None if none is.
         with_stages: whether the text has the table by stage.
     """
 
@@ -92,7 +92,7 @@ class PlanReport:
             lines += _table(CHAINS, rows_of(planned))
         else:
             inside, across = best(ranking, in_node=True), best(ranking, in_node=False)
-            order = sorted(ranking, key=lambda each: (each is not inside, each is not across))
+            order = sorted(ranking, key=lambda layout: (layout is not inside, layout is not across))
             lines += _table(LAYOUTS, order[:MAX_LAYOUTS])
             lines.append(f"{len(ranking)} layouts fit; all of them with --json")
         if self.with_stages:

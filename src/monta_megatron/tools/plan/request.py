@@ -39,15 +39,17 @@ class PlanRequest:
     """A request, as flags and the Python API make it. None: not given.
 
     Attributes:
-        model: a `Model`, its file, or a preset by its name.
-        cluster: a `Cluster`, likewise.
-        world_size: ranks of the training; None for those of the cluster.
+        model: a `Model`, its file, or the name of a preset.
+        cluster: a `Cluster`, its file, or the name of a preset.
+        world_size: number of ranks of the training; None for all ranks of the cluster.
         tp, ep, etp, cp, pp: sizes of a `ParallelLayout`; without the first three, layouts are
             ranked, see `rank_layouts`.
-        ranks_per_node: that a job uses of each node, or host; None for the cluster's.
-        tokens: of a rank; None for the model's batch.
-        seq_length, micro_batch_size: of the training; None for the model file's.
-        global_batch_size: sequences of an iteration.
+        ranks_per_node: number of ranks that a job uses of each node, or host; None for the
+            cluster's.
+        tokens: tokens per rank; None for the model's batch.
+        seq_length: tokens per sequence; None for the model file's.
+        micro_batch_size: sequences per micro-batch; None for the model file's.
+        global_batch_size: sequences per iteration; None where it is not known.
     """
 
     model: Any
@@ -74,8 +76,8 @@ class Planned(Plan):
         nodes: the nodes of the job, and their costs.
         layout: the layout that was named, or the first of `ranking`.
         ranking: the layouts that fit, the best first; None where a layout was named.
-        memory: memory of a training on a rank.
-        benefit: the gain over stock, in an iteration.
+        memory: memory of the training on one rank.
+        benefit: gain over stock in an iteration.
     """
 
     model: Model
