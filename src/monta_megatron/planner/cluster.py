@@ -41,13 +41,13 @@ class Link:
     """Published figures of a resource: a line, or NCCL's curves for a GPU.
 
     Attributes:
-        rate: in one direction, of one NIC or of one rank; that of memory counts reads and writes
+        rate: rate in one direction of one NIC or one rank; that of memory counts reads and writes
             together. None with `curves`.
         start_us: time of the smallest operation.
         range: lowest and highest published rate, where `rate` is the likely one.
         curves: GPU of `curves.published_curves`, in place of a line.
         rate_ratio: rate of this link over `rate`, or over the link of the curves' GPU.
-        source: where the figures were published; None where a user's own file does not say.
+        source: source of the figures; None where a user's own file does not say.
     """
 
     rate: Rate | None = None
@@ -90,18 +90,18 @@ class HostCosts:
     Attributes:
         collective_us: time to start an AllToAll or AllGather, whatever its group.
         collective_peer_us: additional time for each other rank of the group.
-        operation_us: to hand one operation on tensors to the device, its launch included; what a
-            stage takes of them is in `planner.traffic`.
+        operation_us: time to hand one operation on tensors to the device, its launch included;
+            `planner.traffic` has the number of operations of a stage.
         counts_to_host_us: time to copy the counts to the host and wait for them.
         counts_us: time to count what goes where and bind a chain to it, once per dispatch.
-        stock_counts_us: what stock's dispatcher takes to count; it binds no chain, so it is taken
-            to need at most `counts_us`.
-        pass_us: what a pass takes besides its stages: autograd and the executor.
-        stage_us: what the executor takes for each stage of each chunk.
-        speed: how many times as fast as the processor of these figures the cluster's is: all of
-            them are divided by it.
-        range: the least and the most that the speed may be; None where it was measured.
-        source: what they were measured with, or where they were published, if the file says it.
+        stock_counts_us: time that stock's dispatcher takes to count; it binds no chain, so it is
+            taken to need at most `counts_us`.
+        pass_us: time of a pass besides its stages: autograd and the executor.
+        stage_us: time that the executor takes for each stage of each chunk.
+        speed: speed of the cluster's processor over that of the reference; all times above are
+            divided by it.
+        range: lowest and highest speed that is possible; None where it was measured.
+        source: source of the figures, or the program that measured them, if the file says it.
     """
 
     collective_us: NonNegativeFloat = 21.8
@@ -132,22 +132,24 @@ class Cluster:
     """Nodes and costs; `cluster_file` shows its file.
 
     Attributes:
-        name: what users call it.
-        source: where its sizes come from, or what its costs were measured with, if its file says.
+        name: name of the cluster, as users call it.
+        source: source of its sizes, or the program that measured its costs, if its file says it.
         num_nodes: number of sets of ranks joined by the node link.
         ranks_per_node: number of ranks per node.
-        nics_per_node: network interfaces that the ranks of a node share evenly.
-        ranks_per_host: where several hosts make up a node, as in a rack; without it a node is one.
-        memory_gb_per_rank: 1e9 bytes that a rank may use; without it memory is not checked. Presets
-            have the size that a GPU is sold with, about 6% less than its driver reports.
-        policy: how its ranks run an exchange: "fused" or "streams" on GPUs, by Triton kernels or
-            PyTorch's operations; "host" on CPU ranks.
+        nics_per_node: number of network interfaces, which the ranks of a node share evenly.
+        ranks_per_host: number of ranks per host where several hosts make up a node, as in a rack;
+            None where a node is one host.
+        memory_gb_per_rank: memory that a rank may use, in 1e9 bytes; without it memory is not
+            checked. Presets have the size that a GPU is sold with, about 6% less than its driver
+            reports.
+        policy: the way its ranks run an exchange: "fused" or "streams" on GPUs, by Triton kernels
+            or PyTorch's operations; "host" on CPU ranks.
         network: published figures of one network interface.
         node_link: published figures of a rank's node link.
         memory: published figures of a rank's memory.
         host: host time per operation.
-        curves: measured on such nodes, one for each operation, resource and group size.
-        contention: measured factors; see `factor` for other pairs.
+        curves: measured curves, one for each operation, resource and group size.
+        contention: measured factors of contention; see `factor` for other pairs.
     """
 
     name: Text
@@ -313,8 +315,8 @@ class Cluster:
         """The node of each rank: its host, or consecutive ranks where hosts make up a node.
 
         Args:
-            ranks: of the exchange.
-            hosts: of the ranks.
+            ranks: global ranks of the exchange.
+            hosts: name of each rank's host.
 
         Returns:
             The nodes, numbered from 0, and a note where they are not those of the file, or None.
@@ -365,7 +367,7 @@ class Cluster:
         """Time of one operation.
 
         Args:
-            operation: its name.
+            operation: name of the operation.
             resource: the resource through which the bytes go.
             num_bytes: bytes that leave each rank through it; in memory, bytes read and written.
             group_size: number of ranks that take part: the whole group in "inter", its part on one

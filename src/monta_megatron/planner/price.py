@@ -364,7 +364,7 @@ def launch_us(stage: StageTraffic, num_operations: float, cluster: Cluster) -> f
     Args:
         stage: the stage.
         num_operations: operations on tensors, besides a collective.
-        cluster: that it runs on.
+        cluster: the cluster that the stage runs on.
     """
     host = cluster.host
     us = host.operation_us * num_operations
