@@ -39,7 +39,7 @@ def test_a_training_and_what_it_leaves(tmp_path: Path) -> None:
     log = read_log(path)
     assert list(log.times_ms) == [1, 2, 3, 4] and log.losses[1] > log.losses[4]
     assert log.chain == "alltoall_allgather in 4 chunks"
-    request = log.request(PlanRequest(model="", cluster=""))
+    request = log.request(PlanRequest(model="", cluster=""), str(path))
     assert (request.world_size, request.ep) == (2, 2)
     assert log.arguments["moe-token-dispatcher-type"] == "monta"
     versions = json.loads((directory / "versions.json").read_text())

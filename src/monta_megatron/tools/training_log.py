@@ -116,8 +116,8 @@ class TrainingLog:
             )
         read = Reader(self.arguments, "--log")
         sizes: dict[str, Any] = {
-            name: getattr(request, name) or read.optional(argument)
-            for name, argument in SIZES.items()
+            size: getattr(request, size) or read.optional(argument)
+            for size, argument in SIZES.items()
         }
         # Megatron's own defaults.
         sizes["tp"] = sizes["tp"] or 1
