@@ -203,7 +203,8 @@ class Execution:
                 return works
             self._unstarted = None
             if recorder is not None:
-                works[:] = recorder.watch(works, self.buffers.pass_name, number)
+                # `watch` may keep what it is given, on a thread of its own.
+                works[:] = recorder.watch(tuple(works), self.buffers.pass_name, number)
             if works:
                 self._streams.after_collective(self, collective, works)
         except RuntimeError as error:
