@@ -146,7 +146,9 @@ def test_master_address(slurm: Cluster, tmp_path: Path, given: str | None) -> No
     command = f"--nodes=2 {START} --ranks-per-node 2 -- {RANKS} address"
     job, log = slurm.submit(tmp_path, *command.split(), **variables)
     slurm.complete(job, log)
-    assert log.read_text().splitlines()[-4:] == 4 * [given or NODE_NAMES[0]]
+    # torchrun may complain behind them that the other node's has left first.
+    said = log.read_text()
+    assert said.splitlines().count(given or NODE_NAMES[0]) == 4, said
 
 
 def refused(slurm: Cluster, folder: Path, command: str, **environment: str) -> str:
