@@ -45,7 +45,10 @@ def test_the_rate_of_curves_is_that_of_the_largest_size() -> None:
 
 def test_a_price_has_the_range_of_the_published_rates() -> None:
     cluster = preset("h100_8x_ndr")
-    ends = product((46.0, 49.0), (2475.0, 2959.0), (0.5, 1.9))
+    network, memory = cluster.network.range, cluster.memory.range
+    assert network is not None and memory is not None
+    rates = ([rate.gbytes_per_s for rate in link_range] for link_range in (network, memory))
+    ends = product(*rates, (0.5, 1.9))
     assert [
         (*(each.rate_of(link).gbytes_per_s for link in ("inter", "memory")), each.host.speed)
         for each in cluster.corners()
