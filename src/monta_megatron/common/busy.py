@@ -7,12 +7,12 @@ from pathlib import Path
 
 STATISTICS = Path("/proc/stat")
 MEASURED_S = 0.5
-# Of the cores that the ranks need, the part that has to be free.
+# Share of the cores that the ranks need which has to be free.
 MIN_FREE = 0.9
 
 
 def cores_in_use(seconds: float = MEASURED_S) -> dict[int, float]:
-    """Core that this process may run on -> the part of the time for which anything ran there.
+    """Share of the time in use, by core that this process may run on.
 
     The caller waits meanwhile. Empty where the system does not tell.
     """
@@ -26,7 +26,7 @@ def cores_in_use(seconds: float = MEASURED_S) -> dict[int, float]:
 
 
 def _ticks() -> dict[int, tuple[int, int]]:
-    """Core of this process -> its ticks in use, and all of its ticks."""
+    """Ticks in use and ticks in all, by core of this process."""
     if not STATISTICS.exists():
         return {}
     ticks, allowed = {}, os.sched_getaffinity(0)
@@ -42,7 +42,7 @@ def _ticks() -> dict[int, tuple[int, int]]:
 
 
 def busy_text(in_use: Mapping[int, float], num_ranks: int) -> str | None:
-    """What to say where others leave too few cores to the ranks of a machine; None elsewhere.
+    """A warning if others leave too few cores to the ranks of a machine; None if they do not.
 
     Args:
         in_use: `cores_in_use` before the ranks did anything.

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from monta_megatron.common.torch_private import default_store
 
-# So long a rank waits for the others to write. All that fail at once have written by then.
+# How long a rank waits for the others to write. All that fail at once have written by then.
 ANSWER_S = 3.0
 LOOK_S = 0.05
-# Beyond it the store counts as lost: the process that held it has ended, or hangs.
+# After this time the store counts as lost: the process that held it has ended, or hangs.
 STORE_LIMIT_S = 2.0
 # Characters that are quoted of what another rank said, which quotes others in its turn.
 MAX_QUOTED = 400

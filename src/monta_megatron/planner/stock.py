@@ -48,10 +48,10 @@ NUM_ACCESSES = 5
 
 
 class Step(NamedTuple):
-    """What a pass of stock's `allgather` does at a time.
+    """One step of a pass of stock's `allgather`.
 
     Attributes:
-        traffic: what moves.
+        traffic: bytes that the step moves, by resource.
         num_operations: operations on tensors that the host launches for it, allocations included.
         host_waits: whether the host waits for its end before it goes on.
     """

@@ -19,17 +19,17 @@ from typing import NamedTuple, TypeAlias
 from monta_megatron.core import Choice
 from monta_megatron.planner.choose import STOCK, half_octave
 
-# Work is equal if so many of the compared trials have the same.
+# Share of the compared trials that must be of one kind of work for it to count as equal.
 EQUAL_SHARE = 0.75
 # Iterations count as equally fast within 1%, or within the median spread of a candidate's times, up
 # to 5%. With unequal work they count so within 1%, and more trials narrow their errors.
 EQUAL, MAX_EQUAL = 1.01, 1.05
-# A candidate that runs has to have so many comparable measurements, and so has the fastest.
+# Number of comparable measurements that a winner needs; the fastest candidate needs as many.
 MIN_MEASURED = 2
 # With unequal work, times differ if they lie so many standard errors apart. After the last round,
 # the winner's time may have this relative standard error at most.
 NUM_ERRORS, MAX_ERROR = 2.5, 0.022
-# What an exchange may count, in tokens.
+# Overheads of an exchange that are fitted, in tokens.
 OVERHEADS = (0, *(1 << power for power in range(4, 18)))
 
 # Number of exchanges, and half octave of the most tokens of any rank in one of them.
@@ -78,9 +78,9 @@ class Comparison:
         min_tokens, max_tokens: range of `Work.max_tokens` over the compared trials.
         us: time of each candidate; for unequal work, of a step of mean work.
         num_measured: number of trials behind each time.
-        equal: candidates within this factor of the fastest are equally fast.
+        equal: factor of the fastest time within which candidates count as equally fast.
         error: for unequal work, the relative standard deviation of one trial; else 0.
-        overhead_tokens: for unequal work, tokens that an exchange counts beside its own.
+        overhead_tokens: for unequal work, tokens that each exchange counts in addition to its own.
         mean_work: for unequal work, the mean over trials of `work_of`.
     """
 
@@ -212,7 +212,7 @@ def _compare_unequal(timed: Sequence[Trial]) -> Comparison:
 
 
 def work_of(work: Work, overhead_tokens: int) -> float:
-    """Work of a step in tokens, where each exchange counts so many beside its own."""
+    """Work of a step in tokens; each exchange counts `overhead_tokens` in addition to its own."""
     return work.tokens + overhead_tokens * work.num_exchanges
 
 
